@@ -1,0 +1,100 @@
+# Everything a developer or CI runs. Nothing but Python 3.11, 3.12 or 3.13 has to be installed: `make help`.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+NEWEST := .venv-newest
+BIN := $(VENV)/bin
+FIND_PYTHON := bash .ci/find-python
+PYTHON ?= $(shell $(FIND_PYTHON) 3.11 3.12 3.13)
+PYTHON_NEWEST ?= $(shell $(FIND_PYTHON) 3.13)
+PYTEST_ARGS ?= -n 2
+# What has to hold on the newest JAX: whatever looks inside a jaxpr.
+NEWEST_TESTS := $(wildcard tests/core/ops tests/core/compiler) braintrace_core
+
+REQUIREMENTS := pyproject.toml $(wildcard constraints/*.txt)
+PIP := -m pip --disable-pip-version-check --quiet
+
+# $(call pins,VENV): the constraints file for the Python of that environment.
+pins = constraints/py$$($(1)/bin/python -c 'import sys; print("%d%d" % sys.version_info[:2])').txt
+
+# $(call create,VENV,PYTHON): an empty environment.
+define create
+	@test -n "$(2)" || { echo "$(1): no suitable Python found (it must run and be able to make virtual environments)."; exit 1; }
+	rm -rf $(1)
+	$(2) -m venv $(1)
+endef
+
+# $(call install,VENV,PYTHON): an environment with the tested versions, where they are known for that Python.
+define install
+	$(call create,$(1),$(2))
+	@pins=$(call pins,$(1)); \
+	test -e $$pins || { echo "no $$pins: taking the newest versions that fit"; pins=/dev/null; }; \
+	echo "$(1)/bin/python -m pip install -c $$pins -e .[test]"; \
+	$(1)/bin/python $(PIP) install -c $$pins -e '.[test]'
+	@touch $(1)/.installed
+endef
+
+# $(call lock,PYTHON): pin what a fresh environment of that Python resolves to.
+define lock
+	$(call create,.venv-lock,$(1))
+	.venv-lock/bin/python $(PIP) install -e '.[test]'
+	.venv-lock/bin/python $(PIP) check
+	@pins=$(call pins,.venv-lock); \
+	{ echo '# Written by `make lock`: all that `pip install .[test]` brings.'; \
+	  .venv-lock/bin/python $(PIP) freeze --exclude-editable; } > $$pins; \
+	! grep -vE '^(#|[A-Za-z0-9._-]+==[A-Za-z0-9.!+]+$$)' $$pins
+	rm -rf .venv-lock
+endef
+
+.PHONY: help
+help: ## Show this list.
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(VENV)/.installed: $(REQUIREMENTS)
+	$(call install,$(VENV),$(PYTHON))
+
+$(NEWEST)/.installed: $(REQUIREMENTS)
+	$(call install,$(NEWEST),$(PYTHON_NEWEST))
+
+.PHONY: install
+install: $(VENV)/.installed ## Create .venv with the package and its test tools.
+
+.PHONY: test
+test: install ## Run all tests and doctests (PYTEST_ARGS="-n 0 -k name" to choose).
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: test-newest
+test-newest: ## Run the core's tests on Python 3.13 and the newest supported JAX, if there is such a Python.
+	@if test -n "$(PYTHON_NEWEST)"; then \
+	  $(MAKE) --no-print-directory run-newest; \
+	else \
+	  echo "No working python3.13 found, on PATH or in pyenv: skipping the tests on the newest JAX."; \
+	fi
+
+.PHONY: run-newest
+run-newest: $(NEWEST)/.installed
+	$(NEWEST)/bin/python -m pytest $(PYTEST_ARGS) $(NEWEST_TESTS)
+
+.PHONY: lint
+lint: install ## Check style and types.
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+.PHONY: format
+format: install ## Format the code and mend what can be mended.
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+.PHONY: lock
+lock: ## Renew constraints/ from what the registries offer now.
+	$(call lock,$(shell $(FIND_PYTHON) 3.11))
+	$(call lock,$(shell $(FIND_PYTHON) 3.13))
+
+.PHONY: clean
+clean: ## Remove environments, caches and builds.
+	rm -rf $(VENV) $(NEWEST) .venv-lock build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

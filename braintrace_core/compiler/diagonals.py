@@ -1,0 +1,245 @@
+"""Diagonals: how to read the unit-by-unit part of a group's Jacobian with few passes of reverse differentiation.
+
+One pass weighs one component of some of the units and gives its derivative with respect to every state and every
+operator at once. Units whose derivatives cannot be confused share a pass: they get one colour. Where nothing couples
+the units there is one colour and the passes are as many as the components; where a layer norm couples all of
+them, every unit is a colour of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from .._compat import Var
+from .components import Components
+from .patterns import Pattern
+
+__all__ = ["DiagonalPlan", "OperatorPositions", "locate_operator", "plan_diagonals"]
+
+# From this many colours on, passes run one after the other: memory stays that of a single pass.
+_MANY_COLOURS = 4
+
+Tail = Callable[[list[Any], list[Any]], Sequence[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class OperatorPositions:
+    """Which unit of a group each element of an operator's result belongs to.
+
+    Attributes:
+      unit: flat unit index for each element of ``y``, ``-1`` for elements that do not feed the group.
+      exact: whether every element feeds its own unit only.
+    """
+
+    unit: np.ndarray
+    exact: bool
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether element and unit have the same index throughout."""
+        return self.unit.size == 0 or bool((self.unit.ravel() == np.arange(self.unit.size)).all())
+
+
+@dataclass(frozen=True, eq=False)
+class DiagonalPlan:
+    """What to compute for one group, and in how many passes.
+
+    Attributes:
+      components: the group's components.
+      hidden_entries: pairs ``(a, b)`` for which ``d a / d b`` can be non-zero at some unit.
+      operator_entries: for each operator, the components that it can move.
+      positions: for each operator, where its elements belong.
+      colours: for each component, the colour of each unit and the number of colours.
+      exact: whether the group's Jacobian between its states is nothing but this diagonal.
+    """
+
+    components: Components
+    hidden_entries: tuple[tuple[int, int], ...]
+    operator_entries: tuple[tuple[int, ...], ...]
+    positions: tuple[OperatorPositions, ...]
+    colours: tuple[tuple[np.ndarray, int], ...]
+    exact: bool
+
+    @property
+    def num_passes(self) -> int:
+        """How many passes of reverse differentiation one step takes."""
+        return sum(count for a, (_, count) in enumerate(self.colours) if self._is_needed(a))
+
+    def evaluate(
+        self, tail: Tail, hidden: list[Any], operators: list[Any]
+    ) -> tuple[dict[tuple[int, int], Array], list[dict[int, Array]]]:
+        """The entries at these values: ``D[a, b]`` of shape ``varshape``, and for each operator ``df[a]`` of its shape.
+
+        Args:
+          tail: ``(hidden values, operators' results) -> new hidden values``.
+          hidden, operators: where to differentiate.
+        """
+        _, pull_back = jax.vjp(tail, hidden, operators)
+        between: dict[tuple[int, int], Array] = {}
+        from_operators: list[dict[int, Array]] = [{} for _ in operators]
+        for a in range(len(self.components)):
+            if not self._is_needed(a):
+                continue
+            by_hidden, by_operator = self._pass(pull_back, a, hidden, operators)
+            for _, b in filter(lambda entry: entry[0] == a, self.hidden_entries):
+                between[a, b] = self.components.of_cotangents(by_hidden, b)
+            for found, value, entries in zip(from_operators, by_operator, self.operator_entries, strict=True):
+                if a in entries:
+                    found[a] = value
+        return between, from_operators
+
+    def _is_needed(self, a: int) -> bool:
+        return any(a == row for row, _ in self.hidden_entries) or any(a in entries for entries in self.operator_entries)
+
+    def _pass(self, pull_back: Any, a: int, hidden: list[Any], operators: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Derivatives of component ``a`` at each unit's own place, all colours taken together."""
+        colour, count = self.colours[a]
+        dtype = self.components.real_dtype(a)
+
+        def one(weights: Array) -> Any:
+            return pull_back(self.components.cotangents_of(a, weights))
+
+        if count == 1:
+            return one(jnp.ones(self.components.varshape, dtype))
+        of_hidden = [_to_states(colour, width) if s else colour for width, s in self._layout()]
+        of_operators = [_colour_of(p, colour) for p in self.positions]
+        own = (of_hidden, of_operators)
+
+        def add(total: Any, c: Array) -> tuple[Any, None]:
+            result = one((jnp.asarray(colour) == c).astype(dtype))
+            keep = jax.tree.map(lambda own, r: jnp.where(jnp.asarray(own) == c, r, jnp.zeros_like(r)), own, result)
+            return jax.tree.map(jnp.add, total, keep), None
+
+        zeros = jax.tree.map(jnp.zeros_like, (hidden, operators))
+        if count <= _MANY_COLOURS:
+            for c in range(count):
+                zeros, _ = add(zeros, jnp.asarray(c, jnp.int32))
+            return zeros
+        return lax.scan(add, zeros, jnp.arange(count, dtype=jnp.int32))[0]
+
+    def _layout(self) -> list[tuple[int, bool]]:
+        return list(zip(self.components.widths, self.components.stacked, strict=True))
+
+def locate_operator(
+    components: Components, outvars: Sequence[Var], y: Var, patterns: Mapping[Var, Mapping[Any, Pattern]]
+) -> OperatorPositions | None:
+    """Where the elements of ``y`` belong in the group that ``outvars`` are the new states of; None if nowhere."""
+    num_units = int(np.prod(components.varshape, dtype=np.int64))
+    size = int(np.prod(y.aval.shape, dtype=np.int64))
+    units, elements, mixed = [], [], False
+    for var, width in zip(outvars, components.widths, strict=True):
+        pattern = patterns.get(var, {}).get(y)
+        if pattern is None:
+            continue
+        mixed |= pattern.mixed
+        index = pattern.flat()
+        rows, columns = np.nonzero(index >= 0)
+        units.append(rows // width)
+        elements.append(index[rows, columns])
+    if not units:
+        return None
+    u, j = np.concatenate(units), np.concatenate(elements)
+    unit = np.full(size, num_units, np.int64)
+    np.minimum.at(unit, j, u)
+    if size == num_units:
+        at_home = u == j
+        unit[j[at_home]] = j[at_home]
+    unit[unit == num_units] = -1
+    if not (unit >= 0).any():
+        if not (mixed and tuple(y.aval.shape) == components.varshape):
+            return None
+        unit = np.arange(size)
+    exact = not mixed and bool((unit[j] == u).all())
+    return OperatorPositions(unit.reshape(y.aval.shape).astype(np.int32), exact)
+
+
+def plan_diagonals(
+    components: Components,
+    invars: Sequence[Var],
+    outvars: Sequence[Var],
+    operators: Sequence[tuple[Var, OperatorPositions]],
+    patterns: Mapping[Var, Mapping[Any, Pattern]],
+) -> DiagonalPlan:
+    """The plan for a group with these state variables, fed by ``operators`` (result variable and positions)."""
+    hidden_entries: list[tuple[int, int]] = []
+    operator_entries: list[list[int]] = [[] for _ in operators]
+    colours, exact = [], True
+    owners = [np.arange(int(np.prod(v.aval.shape, dtype=np.int64))) // w for v, w in zip(invars, components.widths, strict=True)]
+    for a, (state, slot, _) in enumerate(components.items):
+        width = components.widths[state]
+        found = patterns.get(outvars[state], {})
+        rows: list[tuple[np.ndarray, np.ndarray, bool]] = []  # (listed indices, owner of each source element, mixed)
+        for i, var in enumerate(invars):
+            if var in found:
+                index, mixed = found[var].flat()[slot or 0 :: width], found[var].mixed
+                in_place = [b for b, c in enumerate(components.items) if c.state == i and _diagonal(index, c.slot, components.widths[i], mixed)]
+                hidden_entries += [(a, b) for b in in_place]
+                exact &= not mixed and not _strays(index, owners[i])
+                if in_place:
+                    rows.append((index, owners[i], mixed))
+        for entries, (y, positions) in zip(operator_entries, operators, strict=True):
+            if y in found:
+                index = found[y].flat()[slot or 0 :: width]
+                if found[y].mixed or (index >= 0).any():
+                    entries.append(a)
+                    rows.append((index, positions.unit.ravel(), found[y].mixed))
+        colours.append(_colour(rows, components.varshape))
+    return DiagonalPlan(
+        components,
+        tuple(hidden_entries),
+        tuple(map(tuple, operator_entries)),
+        tuple(positions for _, positions in operators),
+        tuple(colours),
+        exact,
+    )
+
+
+def _diagonal(index: np.ndarray, slot: int | None, width: int, mixed: bool) -> bool:
+    """Whether some unit depends on the component at ``slot`` of itself."""
+    own = np.arange(len(index)) * width + (slot or 0)
+    return mixed or bool((index == own[:, None]).any())
+
+
+def _strays(index: np.ndarray, owner: np.ndarray) -> bool:
+    """Whether some unit depends on another unit."""
+    rows, columns = np.nonzero(index >= 0)
+    return bool((owner[index[rows, columns]] != rows).any())
+
+
+def _colour(rows: list[tuple[np.ndarray, np.ndarray, bool]], varshape: tuple[int, ...]) -> tuple[np.ndarray, int]:
+    """Colour the units so that no unit shares its colour with one that touches its own source elements."""
+    num_units = int(np.prod(varshape, dtype=np.int64))
+    if any(mixed for _, _, mixed in rows):
+        return np.arange(num_units, dtype=np.int32).reshape(varshape), num_units
+    conflicts: dict[int, set[int]] = {}
+    for index, owner, _ in rows:
+        units, columns = np.nonzero(index >= 0)
+        owners = owner[index[units, columns]]
+        stray = (owners != units) & (owners >= 0)
+        for u, v in zip(units[stray].tolist(), owners[stray].tolist(), strict=True):
+            conflicts.setdefault(u, set()).add(v)
+            conflicts.setdefault(v, set()).add(u)
+    colour = np.zeros(num_units, np.int32)
+    done: set[int] = set()
+    for u in sorted(conflicts):
+        taken = {int(colour[v]) for v in conflicts[u] if v in done}
+        colour[u] = next(c for c in range(num_units + 1) if c not in taken)
+        done.add(u)
+    return colour.reshape(varshape), int(colour.max(initial=0)) + 1
+
+
+def _to_states(colour: np.ndarray, width: int) -> np.ndarray:
+    return np.broadcast_to(colour[..., None], (*colour.shape, width))
+
+
+def _colour_of(positions: OperatorPositions, colour: np.ndarray) -> np.ndarray:
+    """The colour in which each element of an operator's result is read; -1 for those without a unit."""
+    unit = positions.unit
+    return np.where(unit >= 0, colour.ravel()[np.maximum(unit, 0)], -1).astype(np.int32)

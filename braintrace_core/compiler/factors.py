@@ -1,0 +1,193 @@
+"""Factors: from one step of a compiled graph, the small arrays that every learning rule is made of.
+
+For each relation ``y = op(x, theta)`` the input ``x`` and ``df = d h / d y``, and for each group ``D = d h / d h_before`` with every
+operator cut, both unit by unit and between components. They are the diagonal of the true Jacobian, whatever
+stands between; entries that are zero by structure are not there at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from .._compat import Jaxpr, Var, eval_jaxpr
+from .analysis import StepAnalysis
+from .diagnostics import DiagnosticKind, Recorder, spell
+from .diagonals import DiagonalPlan, OperatorPositions, locate_operator, plan_diagonals
+from .hidden_group import HiddenGroup
+from .relations import HiddenParamOpRelation
+
+__all__ = ["FactorPlan", "Factors", "GroupFactorPlan", "plan_factors"]
+
+
+class Factors(NamedTuple):
+    """The factors of one step.
+
+    Attributes:
+      x: for each relation, the operator's input; None where it has none.
+      df: for each relation and each of its groups, component -> array of the shape of ``y``.
+      D: for each group, pair of components ``(a, b)`` -> ``d a / d b``, of the group's shape.
+    """
+
+    x: tuple[Array | None, ...]
+    df: tuple[tuple[dict[int, Array], ...], ...]
+    D: tuple[dict[tuple[int, int], Array], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class GroupFactorPlan:
+    """How the factors of one group are computed.
+
+    Attributes:
+      group: the group.
+      relations: indices of the relations that feed it.
+      tail: ``(old states, results of its relations) -> new states``, cut at every other operator.
+      diagonals: which entries there are, and how they are read.
+    """
+
+    group: HiddenGroup
+    relations: tuple[int, ...]
+    tail: Jaxpr
+    diagonals: DiagonalPlan
+
+    def evaluate(
+        self, hidden: list[Any], operators: list[Any], consts: Sequence[Any]
+    ) -> tuple[dict[tuple[int, int], Array], list[dict[int, Array]]]:
+        """``D`` and, for each relation, ``df``, given values for the tail's inputs and constvars."""
+        return self.diagonals.evaluate(
+            lambda states, results: eval_jaxpr(self.tail, list(consts), *states, *results), hidden, operators
+        )
+
+    def positions(self, relation: int) -> OperatorPositions:
+        """Where the elements of a relation's result belong in the group."""
+        return self.diagonals.positions[self.relations.index(relation)]
+
+
+@dataclass(frozen=True, eq=False)
+class FactorPlan:
+    """How the factors of a whole graph are computed.
+
+    Attributes:
+      relations: the graph's relations.
+      groups: a plan for each group.
+    """
+
+    relations: tuple[HiddenParamOpRelation, ...]
+    groups: tuple[GroupFactorPlan, ...]
+
+    @property
+    def variables(self) -> list[Var]:
+        """The variables of the step whose values :meth:`evaluate` asks for."""
+        needed = [r.x_var for r in self.relations if r.x_var is not None]
+        for plan in self.groups:
+            needed += [*plan.tail.invars, *plan.tail.constvars]
+        return list(dict.fromkeys(needed))
+
+    @property
+    def num_passes(self) -> int:
+        """How many passes of reverse differentiation one step takes, over all groups."""
+        return sum(plan.diagonals.num_passes for plan in self.groups)
+
+    def evaluate(self, value: Callable[[Var], Any]) -> Factors:
+        """The factors where the step's variables have the values that ``value`` gives."""
+        df: dict[tuple[int, int], dict[int, Array]] = {}
+        between = []
+        for plan in self.groups:
+            states = [value(v) for v in plan.group.hidden_invars]
+            results = [value(self.relations[r].y_var) for r in plan.relations]
+            entries, from_operators = plan.evaluate(states, results, [value(v) for v in plan.tail.constvars])
+            between.append(entries)
+            df.update(((r, plan.group.index), found) for r, found in zip(plan.relations, from_operators, strict=True))
+        return Factors(
+            x=tuple(None if r.x_var is None else value(r.x_var) for r in self.relations),
+            df=tuple(tuple(df[i, g.index] for g in r.hidden_groups) for i, r in enumerate(self.relations)),
+            D=tuple(between),
+        )
+
+    def dense_df(self, factors: Factors, relation: int, group: int = 0) -> Array:
+        """``df`` of a relation and its ``group``-th group as one array, ``(*y shape, components)``."""
+        entries = factors.df[relation][group]
+        count = len(self.relations[relation].hidden_groups[group].components)
+        y = self.relations[relation].y_var.aval
+        zero = jnp.zeros(y.shape, y.dtype)
+        return jnp.stack([entries.get(a, zero) for a in range(count)], axis=-1)
+
+    def dense_D(self, factors: Factors, group: int) -> Array:  # noqa: N802
+        """``D`` of a group as one array, ``(*group shape, components, components)``."""
+        components = self.groups[group].group.components
+        zero = jnp.zeros(components.varshape, components.real_dtype(0))
+        entries: Mapping[tuple[int, int], Array] = factors.D[group]
+        rows = [
+            jnp.stack([entries.get((a, b), zero) for b in range(len(components))], axis=-1)
+            for a in range(len(components))
+        ]
+        return jnp.stack(rows, axis=-2)
+
+
+def plan_factors(
+    analysis: StepAnalysis,
+    groups: Sequence[HiddenGroup],
+    relations: Sequence[HiddenParamOpRelation],
+    recorder: Recorder | None = None,
+) -> FactorPlan:
+    """Plan the factors of a graph; ``recorder`` is told of every group in which units are coupled."""
+    recorder = recorder or Recorder()
+    plans = [_plan_group(analysis, group, relations, recorder) for group in groups]
+    return FactorPlan(tuple(relations), tuple(plans))
+
+
+def _plan_group(
+    analysis: StepAnalysis, group: HiddenGroup, relations: Sequence[HiddenParamOpRelation], recorder: Recorder
+) -> GroupFactorPlan:
+    feeding = [i for i, r in enumerate(relations) if any(g.index == group.index for g in r.hidden_groups)]
+    operators = []
+    for i in feeding:
+        y = relations[i].y_var
+        located = locate_operator(group.components, group.hidden_outvars, y, analysis.patterns)
+        assert located is not None
+        operators.append((y, located))
+    diagonals = plan_diagonals(
+        group.components, group.hidden_invars, group.hidden_outvars, operators, analysis.patterns
+    )
+    results = [y for y, _ in operators]
+    stop = analysis.boundary_results.__contains__
+    tail = analysis.indexed.part(
+        [*group.hidden_invars, *results], group.hidden_outvars, lambda v: stop(v) or analysis.depends.is_parameter(v)
+    )
+    _record(group, diagonals, [relations[i] for i in feeding], recorder)
+    return GroupFactorPlan(group, tuple(feeding), tail, diagonals)
+
+
+def _record(
+    group: HiddenGroup, plan: DiagonalPlan, relations: Sequence[HiddenParamOpRelation], recorder: Recorder
+) -> None:
+    about: dict[str, Any] = {"hidden_paths": group.hidden_paths}
+    names = ", ".join(map(spell, group.hidden_paths))
+    if not plan.exact:
+        recorder.warn(
+            DiagnosticKind.FACTOR_APPROXIMATED,
+            f"Units of {names} act on one another without an operator in between; traces keep each unit's effect on "
+            "itself, the window keeps all. `rtrl` follows the rest too.",
+            **about,
+        )
+    for relation, positions in zip(relations, plan.positions, strict=True):
+        if not positions.exact:
+            recorder.warn(
+                DiagnosticKind.FACTOR_APPROXIMATED,
+                f"Elements of the result of '{spell(relation.path)}' act on several units of {names}; the trace keeps the "
+                "effect on one unit each, the window keeps all. `rtrl` follows the rest too.",
+                primitive=relation.primitive,
+                weight_path=relation.path,
+                **about,
+            )
+    if plan.num_passes > len(plan.components):
+        recorder.info(
+            DiagnosticKind.FACTOR_COLOURED,
+            f"Factors of {names} take {plan.num_passes} passes a step, since its units are coupled.",
+            num_passes=plan.num_passes,
+            **about,
+        )

@@ -1,0 +1,5 @@
+"""Online learning of recurrent networks with eligibility traces, as an ordinary Optax transformation."""
+
+from braintrace_core import *
+
+__version__ = "0.1.0"

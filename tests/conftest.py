@@ -1,0 +1,68 @@
+"""How JAX and Hypothesis behave under test. Loaded before any test module, hence before any JAX backend starts.
+
+Tests run strictly: float64 is available, dtypes and ranks never promote silently. Doctests of the packages run with
+JAX's defaults instead, so that they show what a user will see.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import brainstate  # noqa: F401 - before the settings below: brainstate 0.5 resets jax_enable_x64 when imported
+import hypothesis
+import jax
+import numpy as np
+import pytest
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)  # enough for a 4 x 2 mesh
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# One example may compile several functions, so its time says nothing.
+hypothesis.settings.register_profile(
+    "project",
+    deadline=None,
+    max_examples=25,
+    derandomize="CI" in os.environ,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("project")
+
+
+@contextlib.contextmanager
+def loose_promotion() -> Iterator[None]:
+    """Implicit promotion as JAX allows it by default, for the third-party code that relies on it."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+class JaxSettings:
+    """Settings of single items; a plugin, since a conftest's own hooks do not see the packages' doctests."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        with contextlib.ExitStack() as settings:
+            if isinstance(item, pytest.DoctestItem):
+                settings.enter_context(jax.enable_x64(False))
+                settings.enter_context(loose_promotion())
+            elif item.get_closest_marker("loose_promotion"):
+                settings.enter_context(loose_promotion())
+            return (yield)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(JaxSettings())
+
+
+@pytest.fixture
+def key() -> jax.Array:
+    """A random key, the same for every test."""
+    return jax.random.key(0)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """A NumPy generator for test data, started anew for every test."""
+    return np.random.default_rng(0)
