@@ -97,9 +97,9 @@ class _Lifter:
             x, kernel = eqn.invars
             if self.is_trainable(kernel) and self.depends.is_data(x):
                 return etp_conv_p
-        elif name == "gather" and _takes_rows(eqn):
-            weight, indices = eqn.invars
-            if self.is_trainable(weight) and self.depends.is_data(indices):
+        elif (name == "gather" and _takes_rows(eqn)) or (name == "dynamic_slice" and _takes_one_row(eqn)):
+            weight, index, *_ = eqn.invars
+            if self.is_trainable(weight) and self.depends.is_data(index):
                 return etp_embedding_p
         return None
 
@@ -115,8 +115,10 @@ class _Lifter:
             params = {k: v for k, v in eqn.params.items() if k in _CONV_PARAMS}
             return primitive.bind(x, kernel, *extra, has_bias=bias is not None, batched=True, **params)
         if primitive is etp_embedding_p:
-            weight, indices = map(self.read, eqn.invars)
-            return primitive.bind(lax.squeeze(indices, (indices.ndim - 1,)), weight, mode=_take_mode(eqn))
+            weight, index, *_ = map(self.read, eqn.invars)
+            if eqn.primitive.name == "dynamic_slice":
+                return primitive.bind(lax.expand_dims(index, (0,)), weight, mode="clip")
+            return primitive.bind(lax.squeeze(index, (index.ndim - 1,)), weight, mode=_take_mode(eqn))
         return _bind_dot(primitive, eqn, *map(self.read, eqn.invars), extra, self.is_trainable(eqn.invars[1]))
 
     def mark(self, atom: Any, eqn: JaxprEqn) -> Any:
@@ -255,6 +257,12 @@ def _takes_rows(eqn: JaxprEqn) -> bool:
         and tuple(sizes) == (1, *table.shape[1:])
         and tuple(dims.offset_dims) == tuple(range(indices.ndim - 1, out_ndim))
     )
+
+
+def _takes_one_row(eqn: JaxprEqn) -> bool:
+    """Whether a dynamic slice picks one whole row along the first axis, as ``table[index]`` does for a scalar."""
+    # Starts along the other axes do not matter: a slice of full length is clamped to start at zero.
+    return tuple(eqn.params["slice_sizes"]) == (1, *eqn.invars[0].aval.shape[1:])
 
 
 def _take_mode(eqn: JaxprEqn) -> str:

@@ -6,6 +6,7 @@ the reset is the first thing that happens in the next step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import ClassVar, TypedDict, Unpack
 
@@ -20,6 +21,8 @@ from .module import Cell, Size, constant, expand
 from .surrogate import Surrogate, Triangular
 
 __all__ = ["ALIF", "GIF", "LIF", "GroupALIF"]
+
+Current = ArrayLike | Callable[[Array], Array]
 
 _TRIANGULAR = Triangular()
 
@@ -45,8 +48,9 @@ class LIF(Cell):
 
         V' = A (V - (V_th - V_reset) z) + (1 - A) (V_rest + R current) + delta
 
-    ``current`` and ``delta`` (a jump of the potential, what delta synapses give) have the shape of ``V``,
-    ``(*size)`` or ``(batch, *size)``, or are numbers; so are the spikes that a step returns.
+    ``current``, ``delta`` (a jump of the potential, what delta synapses give) and the spikes that a step returns have
+    the shape of ``V``, ``(*size)`` or ``(batch, *size)``. ``current`` may be a number, or a function of the potential
+    after the reset, called once in each step.
 
     Main arguments:
       size: number of neurons, or the shape of a sheet of them.
@@ -107,33 +111,33 @@ class LIF(Cell):
         for name, value in zip(self.state_names, values, strict=True):
             self._state(name).value = value
 
-    def threshold(self) -> Array | float:
-        """Where the neurons spike at present."""
-        return expand(self.V_th, self.read()[0])
-
     def spikes(self) -> Array:
-        """The spikes of the present state: 1 or 0, of its shape."""
-        V = self.read()[0]
-        return self.surrogate((V - self.threshold()) / expand(self.V_th - self.V_reset, V))
+        """The spikes of the present state: 1 or 0, of the shape of ``V``."""
+        return self._spikes(*self.read())
 
-    def after_reset(self) -> Array:
-        """The membrane potential of the present state once those that spike are reset."""
-        V, z = self.read()[0], self.spikes()
+    def update(self, current: Current = 0.0, delta: ArrayLike | None = None) -> Array:
+        """One step: current and jump of the membrane in, spikes out."""
+        (V,) = self.read()
+        V = self._membrane(self._reset(V, self._spikes(V)), current, delta)
+        self.write(V)
+        return self._spikes(V)
+
+    def _threshold(self, *values: Array) -> Array | float:
+        return expand(self.V_th, values[0])
+
+    def _spikes(self, *values: Array) -> Array:
+        V = values[0]
+        return self.surrogate((V - self._threshold(*values)) / expand(self.V_th - self.V_reset, V))
+
+    def _reset(self, V: Array, z: Array) -> Array:
         if self.reset == "soft":
             return V - expand(self.V_th - self.V_reset, V) * z
         return V + (expand(self.V_reset, V) - V) * z
 
-    def membrane(self, current: ArrayLike, delta: ArrayLike) -> Array:
-        """The membrane potential one step later."""
-        V = self.after_reset()
-        drive = expand(self.V_rest, V) + expand(self.R, V) * self._input(current)
-        A = expand(self.decay, V)
-        return A * V + (1 - A) * drive + self._input(delta)
-
-    def update(self, current: ArrayLike = 0.0, delta: ArrayLike = 0.0) -> Array:
-        """One step: current and jump of the membrane in, spikes out."""
-        self.write(self.membrane(current, delta))
-        return self.spikes()
+    def _membrane(self, V: Array, current: Current, delta: ArrayLike | None) -> Array:
+        drive = expand(self.V_rest, V) + expand(self.R, V) * self._input(current(V) if callable(current) else current)
+        V = expand(self.decay, V) * V + expand(1 - self.decay, V) * drive
+        return V if delta is None else V + self._input(delta)
 
     def _input(self, value: ArrayLike) -> Array | float:
         return value if isinstance(value, (int, float)) else self.check_input(value)
@@ -171,16 +175,18 @@ class ALIF(LIF):
         self.beta = constant(self, "beta", beta)
         self.decay_a = np.exp(-dt / constant(self, "tau_a", tau_a, positive=True))
 
-    def threshold(self) -> Array:
-        """``V_th + beta a``."""
-        V, a = self.read()
-        return expand(self.V_th, V) + expand(self.beta, a) * a
-
-    def update(self, current: ArrayLike = 0.0, delta: ArrayLike = 0.0) -> Array:
+    def update(self, current: Current = 0.0, delta: ArrayLike | None = None) -> Array:
         """One step: current and jump of the membrane in, spikes out."""
-        _, a = self.read()
-        self.write(self.membrane(current, delta), expand(self.decay_a, a) * (a + self.spikes()))
-        return self.spikes()
+        V, a = self.read()
+        z = self._spikes(V, a)
+        V = self._membrane(self._reset(V, z), current, delta)
+        a = expand(self.decay_a, a) * (a + z)
+        self.write(V, a)
+        return self._spikes(V, a)
+
+    def _threshold(self, *values: Array) -> Array:
+        V, a = values
+        return expand(self.V_th, V) + expand(self.beta, a) * a
 
 
 class GroupALIF(ALIF):
@@ -273,19 +279,21 @@ class GIF(LIF):
         value = super().first_value(name, shape)
         return value + expand(self.V_th, value) if name == "theta" else value
 
-    def threshold(self) -> Array:
-        """``theta``."""
-        return self.read()[1]
-
-    def update(self, current: ArrayLike = 0.0, delta: ArrayLike = 0.0) -> Array:
+    def update(self, current: Current = 0.0, delta: ArrayLike | None = None) -> Array:
         """One step: current and jump of the membrane in, spikes out."""
-        V, theta, I1, I2 = self.read()
-        z, V = self.spikes(), self.after_reset()
+        V, theta, I1, I2 = values = self.read()
+        z = self._spikes(*values)
+        V = self._reset(V, z)
         at = partial(expand, like=V)
-        theta = theta + z * jax.nn.relu(at(self.theta_reset) - theta)
         I1 = at(self.decay_1) * (I1 + z * (at(self.R1) * I1 + at(self.A1) - I1))
         I2 = at(self.decay_2) * (I2 + z * (at(self.R2) * I2 + at(self.A2) - I2))
+        theta = theta + z * jax.nn.relu(at(self.theta_reset) - theta)
         rest = at(self.V_th) + at(self.a / self.b) * (V - at(self.V_rest))
         theta = rest + at(self.decay_theta) * (theta - rest)
-        self.write(self.membrane(self._input(current) + I1 + I2, delta), theta, I1, I2)
-        return self.spikes()
+        outer = self._input(current(V) if callable(current) else current)
+        V = self._membrane(V, I1 + I2 + outer, delta)
+        self.write(V, theta, I1, I2)
+        return self._spikes(V, theta)
+
+    def _threshold(self, *values: Array) -> Array:
+        return values[1]

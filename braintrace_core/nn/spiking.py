@@ -91,4 +91,5 @@ class SpikingLayer(Layer):
         s = self.W(jnp.concatenate([x, self.neuron.spikes()], -1) if self.recurrent else x)
         if self.synapse is None:
             return self.neuron(delta=s)
-        return self.neuron(self.output(self.synapse(s), self.neuron.after_reset()))
+        g = self.synapse(s)
+        return self.neuron(lambda V: self.output(g, V))

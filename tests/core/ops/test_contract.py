@@ -65,7 +65,7 @@ def test_gradients_are_the_plain_ones(case):
 def test_gradients_are_finite_differences(case):
     operands = case.operands(F64)
     function = case.of_floats(case.operator, operands)
-    jax.test_util.check_grads(function, case.floats(operands), order=2, modes=("fwd", "rev"))
+    jax.test_util.check_grads(jax.jit(function), case.floats(operands), order=2, modes=("fwd", "rev"))
 
 
 def test_second_order(case):
@@ -104,13 +104,19 @@ def loop(function, in_axes):
     return looped
 
 
+def outcomes(functions, operands):
+    """``functions[k](*operands[k])`` for every ``k``; all in one compilation, which is what takes time here."""
+    return jax.jit(lambda operands: [f(*values) for f, values in zip(functions, operands, strict=True)])(operands)
+
+
 @pytest.mark.parametrize("axis", [0, -1])
 def test_vmap_is_a_loop(case, marks, axis):
-    for mapped in subsets(len(case.shapes)):
-        operands, in_axes = stacked(case.operands(F64), mapped, axis)
-        batched = jax.vmap(case.operator, in_axes)
-        assert_close(jax.jit(batched)(*operands), jax.jit(loop(case.plain, in_axes))(*operands))
-        (eqn,) = marks(batched, *operands)
+    choices = subsets(len(case.shapes))
+    operands, in_axes = zip(*(stacked(case.operands(F64), mapped, axis) for mapped in choices), strict=True)
+    batched = [jax.vmap(case.operator, axes) for axes in in_axes]
+    assert_close(outcomes(batched, operands), outcomes([loop(case.plain, axes) for axes in in_axes], operands))
+    for mapped, function, values in zip(choices, batched, operands, strict=True):
+        (eqn,) = marks(function, *values)
         assert eqn.primitive.trainable_operands(eqn.params) == case.trainable
         if mapped == (case.primitive.x_index or 0,) and case.primitive.batch_into is not None:
             assert eqn.primitive is case.primitive.batch_into
@@ -121,14 +127,16 @@ def test_vmap_is_a_loop(case, marks, axis):
 
 
 def test_nested_vmap_is_two_loops(case, marks):
-    some = subsets(len(case.shapes))
-    for inner, outer in {*zip(some, some, strict=True), *itertools.pairwise([*some, some[0]])}:
-        operands, inner_axes = stacked(case.operands(F64), inner)
-        operands, outer_axes = stacked(operands, outer)
-        batched = jax.vmap(jax.vmap(case.operator, inner_axes), outer_axes)
-        expected = jax.jit(loop(loop(case.plain, inner_axes), outer_axes))(*operands)
-        assert_close(jax.jit(batched)(*operands), expected)
-        assert len(marks(batched, *operands)) == 1
+    choices = subsets(len(case.shapes))
+    operands, batched, loops = [], [], []
+    for inner, outer in [*zip(choices, choices, strict=True), *itertools.pairwise([*choices, choices[0]])]:
+        values, inner_axes = stacked(case.operands(F64), inner)
+        values, outer_axes = stacked(values, outer)
+        operands.append(values)
+        batched.append(jax.vmap(jax.vmap(case.operator, inner_axes), outer_axes))
+        loops.append(loop(loop(case.plain, inner_axes), outer_axes))
+        assert len(marks(batched[-1], *values)) == 1
+    assert_close(outcomes(batched, operands), outcomes(loops, operands))
 
 
 def test_jit_of_grad_of_vmap(case, marks):
