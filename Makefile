@@ -22,7 +22,7 @@ pins = constraints/py$$($(1)/bin/python -c 'import sys; print("%d%d" % sys.versi
 
 # $(call create,VENV,PYTHON): an empty environment.
 define create
-	@test -n "$(2)" || { echo "$(1): no suitable Python found (it must run and be able to make virtual environments)."; exit 1; }
+	@test -n "$(2)" || { echo "No Python 3.11 to 3.13 that can make virtual environments was found for $(1): install one, or set PYTHON=."; exit 1; }
 	rm -rf $(1)
 	$(2) -m venv $(1)
 endef
@@ -80,9 +80,9 @@ run-newest: $(NEWEST)/.installed
 
 .PHONY: lint
 lint: install ## Check style and types.
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
-	$(BIN)/mypy
+	@failed=0; \
+	for check in "ruff check" "ruff format --check" mypy; do echo "$(BIN)/$$check"; $(BIN)/$$check || failed=1; done; \
+	exit $$failed
 
 .PHONY: format
 format: install ## Format the code and mend what can be mended.

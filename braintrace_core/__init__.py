@@ -11,11 +11,11 @@
 (1, 2)
 """
 
-from . import compiler, nn, ops
+from . import _brainstate, compiler, nn, ops, rules  # _brainstate first: see there
 from .compiler import *  # noqa: F403
 from .errors import CompilationError, NotSupportedError
 from .ops import *  # noqa: F403
 
-__all__ = ["CompilationError", "NotSupportedError", "nn"]  # noqa: PLE0604
+__all__ = ["CompilationError", "NotSupportedError", "nn", "rules"]
 __all__ += compiler.__all__
 __all__ += ops.__all__

@@ -7,17 +7,16 @@ asks which version it runs on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
+from jax import lax
 from jax.core import ShapedArray, eval_jaxpr
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
-from jax.extend.core import new_jaxpr_eqn as _new_jaxpr_eqn
+from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Primitive, Var, new_jaxpr_eqn
 from jax.interpreters import ad, batching, mlir
-from jax.interpreters.partial_eval import dce_jaxpr as _dce_jaxpr
-
-Atom = Var | Literal
 
 __all__ = [
+    "CALLS",
+    "CUSTOM_CALLS",
     "Atom",
     "ClosedJaxpr",
     "Jaxpr",
@@ -27,18 +26,33 @@ __all__ = [
     "ShapedArray",
     "Var",
     "ad",
+    "add_equation",
     "batching",
     "bind_equation",
     "close_jaxpr",
-    "dce_jaxpr",
     "eval_jaxpr",
+    "inner_call",
     "is_jaxpr",
-    "jaxpr_as_fun",
     "mlir",
-    "new_equation",
     "new_jaxpr",
     "open_jaxpr",
+    "scan_sizes",
 ]
+
+Atom: TypeAlias = Var | Literal
+
+# Names of primitives that run one inner jaxpr on their operands, without and with a derivative rule of their own.
+CALLS = frozenset(
+    """
+    checkpoint closed_call composite core_call core_closed_call custom_vmap_call eval_jaxpr jit pjit remat remat2
+    """.split()
+)
+CUSTOM_CALLS = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+
+# Since ClosedJaxpr and Jaxpr are one class, the constvars of a jaxpr are the inputs to which values are attached.
+_CONSTVARS_NEED_VALUES = ClosedJaxpr is Jaxpr
+
+_NO_NAMES = DebugInfo("braintrace", "part of a step", None, None)
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, list[Any]]:
@@ -59,22 +73,27 @@ def is_jaxpr(value: Any) -> bool:
 def new_jaxpr(
     constvars: Sequence[Var], invars: Sequence[Var], outvars: Sequence[Atom], eqns: Sequence[JaxprEqn]
 ) -> Jaxpr:
-    """A jaxpr made of existing equations; its effects are those of the equations."""
+    """A jaxpr made of existing equations; its effects are those of the equations.
+
+    It is not closed over values: they are given to :func:`eval_jaxpr` or :func:`close_jaxpr`.
+    """
     effects = frozenset().union(*(eqn.effects for eqn in eqns)) if eqns else frozenset()
-    return Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects)
+    jaxpr = Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects, _NO_NAMES)
+    # Shapes stand in for the values, so that constvars stay apart from invars.
+    return ClosedJaxpr(jaxpr, [v.aval for v in constvars]) if _CONSTVARS_NEED_VALUES else jaxpr
 
 
-def new_equation(
-    primitive: Primitive, invars: Sequence[Atom], outvars: Sequence[Var], params: dict[str, Any]
-) -> JaxprEqn:
-    """An equation without effects."""
-    return _new_jaxpr_eqn(list(invars), list(outvars), primitive, params, frozenset())
+def inner_call(eqn: JaxprEqn) -> Any:
+    """The jaxpr that an equation of :data:`CALLS` or :data:`CUSTOM_CALLS` runs."""
+    return next(eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call") if name in eqn.params)
 
 
-def dce_jaxpr(jaxpr: Jaxpr, used_outputs: Sequence[bool], keep_inputs: bool = True) -> Jaxpr:
-    """``jaxpr`` without the equations that no used output needs."""
-    pruned, _ = _dce_jaxpr(jaxpr, list(used_outputs), instantiate=keep_inputs)
-    return pruned
+def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many operands of a ``scan`` equation are constants and how many are carried; the others are scanned over."""
+    if "ft_in" in eqn.params:
+        num_consts, num_carry, _ = map(len, eqn.params["ft_in"].unpack())
+        return num_consts, num_carry
+    return eqn.params["num_consts"], eqn.params["num_carry"]
 
 
 def bind_equation(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
@@ -82,3 +101,8 @@ def bind_equation(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
     with eqn.ctx.manager:
         results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def add_equation(a: Var, b: Var, total: Var) -> JaxprEqn:
+    """The equation ``total = a + b``."""
+    return new_jaxpr_eqn([a, b], [total], lax.add_p, {}, frozenset())

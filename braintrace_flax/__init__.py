@@ -1,5 +1,5 @@
 """Online learning of recurrent networks with eligibility traces, as an ordinary Optax transformation."""
 
-from braintrace_core import *
+from braintrace_core import *  # noqa: F403
 
 __version__ = "0.1.0"

@@ -5,7 +5,7 @@ from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
 from .factors import FactorPlan, Factors
 from .graph import ETraceGraph, compile_etrace_graph, compile_step_graph
 from .hidden_group import HiddenGroup, find_hidden_groups_from_minfo, find_hidden_groups_from_module
-from .module_info import ModuleInfo, extract_module_info, extract_step_info
+from .module_info import ModuleInfo
 from .paths import PathClassification
 from .perturbation import (
     HiddenPerturbation,
@@ -18,6 +18,7 @@ from .relations import (
     find_hidden_param_op_relations_from_minfo,
     find_hidden_param_op_relations_from_module,
 )
+from .tracing import extract_module_info, extract_step_info
 
 __all__ = [
     "CompilationRecord",

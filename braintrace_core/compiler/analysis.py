@@ -48,14 +48,17 @@ class StepAnalysis:
         }
 
     @cached_property
+    def hidden_path_of(self) -> dict[Var, Path]:
+        """The hidden state that a variable stands for, before or after the step."""
+        return {v: path for path, variables in self.hidden.items() for v in variables}
+
+    @cached_property
     def patterns(self) -> dict[Var, dict[Any, Pattern]]:
-        """Variable -> source variable -> pattern; sources are hidden states before the step and operators' results."""
+        """Variable -> source variable -> pattern; sources are hidden states, old and new, and operators' results."""
         jaxpr = self.minfo.jaxpr
-        patterns = {v: {v: Pattern.identity(v.aval.shape)} for v, _ in self.hidden.values()}
-        for eqn in self.operators:
-            y = operator_result(eqn)
-            if is_differentiable(y.aval):
-                patterns[y] = {y: Pattern.identity(y.aval.shape)}
+        results = [y for y in map(operator_result, self.operators) if is_differentiable(y.aval)]
+        sources = [*(v for pair in self.hidden.values() for v in pair), *results]
+        patterns = {v: {v: Pattern.identity(v.aval.shape)} for v in sources}
         needed = self.indexed.ancestors(out for _, out in self.hidden.values())
         positions = Positions(dict(zip(jaxpr.constvars, self.minfo.consts, strict=True)))
         positions.propagate((jaxpr.eqns[i] for i in needed), patterns)
@@ -70,9 +73,7 @@ class StepAnalysis:
         """What leads from ``sources`` to ``outvars`` without crossing an operator; all other values are its constvars."""
         cut = self.boundary_results.__contains__
         given = set(sources)
-        reached = self.indexed.reached(
-            sources, self.indexed.ancestors(outvars, lambda v: v in given or cut(v))
-        )
+        reached = self.indexed.reached(sources, self.indexed.ancestors(outvars, lambda v: v in given or cut(v)))
         return self.indexed.part(sources, outvars, lambda v: cut(v) or v not in reached)
 
     def pattern(self, value: Var, source: Var) -> Pattern | None:

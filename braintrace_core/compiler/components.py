@@ -7,10 +7,11 @@ kind of state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -75,6 +76,16 @@ class Components:
         """The dtype of a component."""
         return jnp.finfo(self.avals[self.items[component].state].dtype).dtype
 
+    @property
+    def state_dtype(self) -> Any:
+        """The dtype that holds every state."""
+        return _common_dtype(aval.dtype for aval in self.avals)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype that holds every component."""
+        return _common_dtype(self.real_dtype(a) for a in range(len(self)))
+
     def of_cotangents(self, cotangents: Sequence[Any], component: int) -> Array:
         """``dL / d component`` from JAX's gradients ``dL / d state`` (for a complex state: ``dL/dre - i dL/dim``)."""
         state, slot, imaginary = self.items[component]
@@ -100,9 +111,14 @@ class Components:
         return jnp.stack([jnp.stack(row, axis=-1) for row in rows], axis=-2)
 
     def _combined(self, entries: Mapping[tuple[int, int], Array], a: int, b: int) -> Array:
-        dtype = self.avals[self.items[a].state].dtype
-        zero = jnp.zeros(self.varshape, dtype)
-        value = entries.get((a, b), zero).astype(dtype)
-        if jnp.issubdtype(dtype, jnp.complexfloating) and (a + 1, b) in entries:
+        dtype = self.state_dtype
+        value = entries.get((a, b), jnp.zeros(self.varshape, dtype)).astype(dtype)
+        has_imaginary = jnp.issubdtype(self.avals[self.items[a].state].dtype, jnp.complexfloating)
+        if has_imaginary and (a + 1, b) in entries:
             value = value + entries[a + 1, b].astype(dtype) * jnp.asarray(1j, dtype)
         return value
+
+
+def _common_dtype(dtypes: Iterable[Any]) -> Any:
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*dtypes)

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-from .._compat import JaxprEqn
+from .._compat import JaxprEqn, scan_sizes
 
 __all__ = ["CONTROL_FLOW", "ControlFlowPolicy", "select_branch", "unroll_scan"]
 
 CONTROL_FLOW = frozenset({"cond", "scan", "while"})
 
 Run = Callable[[Any, list[Any]], list[Any]]
+Apply = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,9 @@ class ControlFlowPolicy:
     def opens(self, eqn: JaxprEqn) -> bool:
         """Whether this equation may be replaced by straight-line code."""
         name = eqn.primitive.name
-        return (name == "scan" and eqn.params["length"] <= self.scan_unroll_limit) or (
-            name == "cond" and self.cond_to_select
-        )
+        if name == "scan":
+            return bool(eqn.params["length"] <= self.scan_unroll_limit)
+        return name == "cond" and self.cond_to_select and "branches_platforms" not in eqn.params
 
     def refusal(self, eqn: JaxprEqn) -> str:
         """Why this equation stays closed, and the remedy."""
@@ -52,38 +54,53 @@ class ControlFlowPolicy:
                 f"its {eqn.params['length']} steps are more than `scan_unroll_limit={self.scan_unroll_limit}`; raise "
                 "the limit in `ControlFlowPolicy` to unroll it"
             )
+        if "branches_platforms" in eqn.params:
+            return "each of its branches is for another kind of device"
         if name == "cond":
             return "`cond_to_select` is off in `ControlFlowPolicy`"
-        return "its number of iterations depends on data; use a `scan` of fixed length"
+        if name == "while":
+            return "its number of iterations depends on data, and JAX differentiates it forwards only; use a `scan`"
+        return "the compiler does not look inside; move the operator out of it"
 
 
-def unroll_scan(eqn: JaxprEqn, values: list[Any], run: Run) -> list[Any]:
-    """The results of a ``scan`` equation, one body after the other."""
-    params = eqn.params
-    num_consts, num_carry, length = params["num_consts"], params["num_carry"], params["length"]
-    consts, carry = values[:num_consts], values[num_consts : num_consts + num_carry]
-    stacked = values[num_consts + num_carry :]
-    num_ys = len(eqn.outvars) - num_carry
-    ys: list[list[Any]] = [[] for _ in range(num_ys)]
-    for t in reversed(range(length)) if params["reverse"] else range(length):
-        slices = [lax.index_in_dim(x, t, keepdims=False) for x in stacked]
-        results = run(params["jaxpr"], [*consts, *carry, *slices])
+def unroll_scan(eqn: JaxprEqn, operands: list[Any], run: Run, apply: Apply) -> list[Any]:
+    """The results of a ``scan`` equation, one body after the other.
+
+    Args:
+      eqn: the equation.
+      operands: what stands for its operands; only ``run`` and ``apply`` look inside.
+      run: ``(jaxpr, operands) -> results``.
+      apply: ``(function of arrays, *operands) -> result``.
+    """
+    (num_consts, num_carry), length = scan_sizes(eqn), eqn.params["length"]
+    consts, carry = operands[:num_consts], operands[num_consts : num_consts + num_carry]
+    stacked = operands[num_consts + num_carry :]
+    ys: list[list[Any]] = []
+    steps = range(length)
+    for t in reversed(steps) if eqn.params["reverse"] else steps:
+        rows = [apply(partial(lax.index_in_dim, index=t, keepdims=False), x) for x in stacked]
+        results = run(eqn.params["jaxpr"], [*consts, *carry, *rows])
         carry = results[:num_carry]
-        for column, y in zip(ys, results[num_carry:], strict=True):
-            column.append(y)
-    if params["reverse"]:
-        ys = [column[::-1] for column in ys]
-    empty = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars[num_carry:]] if length == 0 else None
-    return [*carry, *(empty or [jnp.stack(column) for column in ys])]
+        ys.append(results[num_carry:])
+    if eqn.params["reverse"]:
+        ys.reverse()
+    if not ys:
+        shapes = [v.aval for v in eqn.outvars[num_carry:]]
+        return [*carry, *(apply(partial(jnp.zeros, a.shape, a.dtype)) for a in shapes)]
+    return [*carry, *(apply(lambda *column: jnp.stack(column), *column) for column in zip(*ys, strict=True))]
 
 
-def select_branch(eqn: JaxprEqn, values: list[Any], run: Run) -> list[Any]:
-    """The results of a ``cond`` equation: all branches run, one is chosen."""
-    index, *operands = values
+def select_branch(eqn: JaxprEqn, operands: list[Any], run: Run, apply: Apply) -> list[Any]:
+    """The results of a ``cond`` equation: all branches run, one is chosen. Arguments as for :func:`unroll_scan`."""
+    index, *others = operands
     branches = eqn.params["branches"]
+    results = [run(branch, others) for branch in branches]
     if len(branches) == 1:
-        return run(branches[0], operands)
-    results = [run(branch, operands) for branch in branches]
-    index = lax.clamp(jnp.zeros_like(index), index, jnp.full_like(index, len(branches) - 1))
-    return [lax.select_n(index, *cases) if len(branches) > 2 else lax.select_n(index.astype(bool), *cases)
-            for cases in zip(*results, strict=True)]
+        return results[0]
+
+    def choose(index: Any, *cases: Any) -> Any:
+        if len(cases) == 2:
+            return lax.select_n(index.astype(bool), *cases)
+        return lax.select_n(lax.clamp(jnp.zeros_like(index), index, jnp.full_like(index, len(cases) - 1)), *cases)
+
+    return [apply(choose, index, *cases) for cases in zip(*results, strict=True)]

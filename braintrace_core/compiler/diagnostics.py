@@ -40,6 +40,7 @@ class DiagnosticKind(enum.Enum):
     FACTOR_APPROXIMATED = "factor_approximated"
     FACTOR_COLOURED = "factor_coloured"
     PARAMETER_UNUSED = "parameter_unused"
+    PARAMETER_WITHOUT_OPERATOR = "parameter_without_operator"
 
 
 class DiagnosticLevel(enum.Enum):
@@ -58,9 +59,9 @@ class CompilationRecord:
       kind, level: what it is about, and how serious it is.
       message: a sentence for people: what, why and, where something is lost, the remedy.
       primitive: name of the operator concerned, if any.
-      weight_path: path of the parameter concerned, if any.
+      weight_path: path of the parameter concerned, if any; of the first, if there are several.
       hidden_paths: paths of the hidden states concerned.
-      context: further facts by name.
+      context: further facts by name; ``weight_paths`` are all the parameters concerned.
     """
 
     kind: DiagnosticKind
@@ -70,6 +71,16 @@ class CompilationRecord:
     weight_path: Path | None = None
     hidden_paths: tuple[Path, ...] = ()
     context: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def weight_paths(self) -> tuple[Path, ...]:
+        """All parameters concerned."""
+        first = () if self.weight_path is None else (self.weight_path,)
+        return tuple(dict.fromkeys((*first, *self.context.get("weight_paths", ()))))
+
+    def concerns(self, weight_path: Path) -> bool:
+        """Whether the record is about this parameter, among others."""
+        return weight_path in self.weight_paths
 
     def __str__(self) -> str:
         return f"[{self.level.value}] {self.kind.value}: {self.message}"

@@ -8,7 +8,7 @@ them, every unit is a colour of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from .._compat import Var
 from .components import Components
-from .patterns import Pattern
 
-__all__ = ["DiagonalPlan", "OperatorPositions", "locate_operator", "plan_diagonals"]
+__all__ = ["DiagonalPlan", "OperatorPositions"]
 
 # From this many colours on, passes run one after the other: memory stays that of a single pass.
 _MANY_COLOURS = 4
@@ -126,113 +124,6 @@ class DiagonalPlan:
 
     def _layout(self) -> list[tuple[int, bool]]:
         return list(zip(self.components.widths, self.components.stacked, strict=True))
-
-def locate_operator(
-    components: Components, outvars: Sequence[Var], y: Var, patterns: Mapping[Var, Mapping[Any, Pattern]]
-) -> OperatorPositions | None:
-    """Where the elements of ``y`` belong in the group that ``outvars`` are the new states of; None if nowhere."""
-    num_units = int(np.prod(components.varshape, dtype=np.int64))
-    size = int(np.prod(y.aval.shape, dtype=np.int64))
-    units, elements, mixed = [], [], False
-    for var, width in zip(outvars, components.widths, strict=True):
-        pattern = patterns.get(var, {}).get(y)
-        if pattern is None:
-            continue
-        mixed |= pattern.mixed
-        index = pattern.flat()
-        rows, columns = np.nonzero(index >= 0)
-        units.append(rows // width)
-        elements.append(index[rows, columns])
-    if not units:
-        return None
-    u, j = np.concatenate(units), np.concatenate(elements)
-    unit = np.full(size, num_units, np.int64)
-    np.minimum.at(unit, j, u)
-    if size == num_units:
-        at_home = u == j
-        unit[j[at_home]] = j[at_home]
-    unit[unit == num_units] = -1
-    if not (unit >= 0).any():
-        if not (mixed and tuple(y.aval.shape) == components.varshape):
-            return None
-        unit = np.arange(size)
-    exact = not mixed and bool((unit[j] == u).all())
-    return OperatorPositions(unit.reshape(y.aval.shape).astype(np.int32), exact)
-
-
-def plan_diagonals(
-    components: Components,
-    invars: Sequence[Var],
-    outvars: Sequence[Var],
-    operators: Sequence[tuple[Var, OperatorPositions]],
-    patterns: Mapping[Var, Mapping[Any, Pattern]],
-) -> DiagonalPlan:
-    """The plan for a group with these state variables, fed by ``operators`` (result variable and positions)."""
-    hidden_entries: list[tuple[int, int]] = []
-    operator_entries: list[list[int]] = [[] for _ in operators]
-    colours, exact = [], True
-    owners = [np.arange(int(np.prod(v.aval.shape, dtype=np.int64))) // w for v, w in zip(invars, components.widths, strict=True)]
-    for a, (state, slot, _) in enumerate(components.items):
-        width = components.widths[state]
-        found = patterns.get(outvars[state], {})
-        rows: list[tuple[np.ndarray, np.ndarray, bool]] = []  # (listed indices, owner of each source element, mixed)
-        for i, var in enumerate(invars):
-            if var in found:
-                index, mixed = found[var].flat()[slot or 0 :: width], found[var].mixed
-                in_place = [b for b, c in enumerate(components.items) if c.state == i and _diagonal(index, c.slot, components.widths[i], mixed)]
-                hidden_entries += [(a, b) for b in in_place]
-                exact &= not mixed and not _strays(index, owners[i])
-                if in_place:
-                    rows.append((index, owners[i], mixed))
-        for entries, (y, positions) in zip(operator_entries, operators, strict=True):
-            if y in found:
-                index = found[y].flat()[slot or 0 :: width]
-                if found[y].mixed or (index >= 0).any():
-                    entries.append(a)
-                    rows.append((index, positions.unit.ravel(), found[y].mixed))
-        colours.append(_colour(rows, components.varshape))
-    return DiagonalPlan(
-        components,
-        tuple(hidden_entries),
-        tuple(map(tuple, operator_entries)),
-        tuple(positions for _, positions in operators),
-        tuple(colours),
-        exact,
-    )
-
-
-def _diagonal(index: np.ndarray, slot: int | None, width: int, mixed: bool) -> bool:
-    """Whether some unit depends on the component at ``slot`` of itself."""
-    own = np.arange(len(index)) * width + (slot or 0)
-    return mixed or bool((index == own[:, None]).any())
-
-
-def _strays(index: np.ndarray, owner: np.ndarray) -> bool:
-    """Whether some unit depends on another unit."""
-    rows, columns = np.nonzero(index >= 0)
-    return bool((owner[index[rows, columns]] != rows).any())
-
-
-def _colour(rows: list[tuple[np.ndarray, np.ndarray, bool]], varshape: tuple[int, ...]) -> tuple[np.ndarray, int]:
-    """Colour the units so that no unit shares its colour with one that touches its own source elements."""
-    num_units = int(np.prod(varshape, dtype=np.int64))
-    if any(mixed for _, _, mixed in rows):
-        return np.arange(num_units, dtype=np.int32).reshape(varshape), num_units
-    conflicts: dict[int, set[int]] = {}
-    for index, owner, _ in rows:
-        units, columns = np.nonzero(index >= 0)
-        owners = owner[index[units, columns]]
-        stray = (owners != units) & (owners >= 0)
-        for u, v in zip(units[stray].tolist(), owners[stray].tolist(), strict=True):
-            conflicts.setdefault(u, set()).add(v)
-            conflicts.setdefault(v, set()).add(u)
-    colour = np.zeros(num_units, np.int32)
-    done: set[int] = set()
-    for u in sorted(conflicts):
-        taken = {int(colour[v]) for v in conflicts[u] if v in done}
-        colour[u] = next(c for c in range(num_units + 1) if c not in taken)
-        done.add(u)
-    return colour.reshape(varshape), int(colour.max(initial=0)) + 1
 
 
 def _to_states(colour: np.ndarray, width: int) -> np.ndarray:

@@ -11,14 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .._compat import Jaxpr, Var, eval_jaxpr
+from .._compat import Jaxpr, JaxprEqn, Var, bind_equation
+from ..errors import NotSupportedError
 from .analysis import StepAnalysis
+from .colouring import locate_operator, plan_diagonals
 from .diagnostics import DiagnosticKind, Recorder, spell
-from .diagonals import DiagonalPlan, OperatorPositions, locate_operator, plan_diagonals
+from .diagonals import DiagonalPlan, OperatorPositions
 from .hidden_group import HiddenGroup
+from .jaxpr_tools import evaluate, walk
 from .relations import HiddenParamOpRelation
 
 __all__ = ["FactorPlan", "Factors", "GroupFactorPlan", "plan_factors"]
@@ -45,22 +49,40 @@ class GroupFactorPlan:
     Attributes:
       group: the group.
       relations: indices of the relations that feed it.
-      tail: ``(old states, results of its relations) -> new states``, cut at every other operator.
+      results: the results of these relations.
+      tail: ``(old states, results) -> new states``, cut at every other operator. Results on the way from an old
+        state to a new one (those of gradient-enabled operators) are not among its inputs.
       diagonals: which entries there are, and how they are read.
     """
 
     group: HiddenGroup
     relations: tuple[int, ...]
+    results: tuple[Var, ...]
     tail: Jaxpr
     diagonals: DiagonalPlan
 
-    def evaluate(
-        self, hidden: list[Any], operators: list[Any], consts: Sequence[Any]
-    ) -> tuple[dict[tuple[int, int], Array], list[dict[int, Array]]]:
-        """``D`` and, for each relation, ``df``, given values for the tail's inputs and constvars."""
-        return self.diagonals.evaluate(
-            lambda states, results: eval_jaxpr(self.tail, list(consts), *states, *results), hidden, operators
-        )
+    @property
+    def cut_results(self) -> tuple[Var, ...]:
+        """The results that are inputs of the tail."""
+        return tuple(self.tail.invars[len(self.group.hidden_invars) :])
+
+    def evaluate(self, value: Callable[[Var], Any]) -> tuple[dict[tuple[int, int], Array], list[dict[int, Array]]]:
+        """``D`` and, for each relation, ``df``, where the step's variables have the values that ``value`` gives."""
+        cut = self.cut_results
+        consts = [value(v) for v in self.tail.constvars]
+        # A result that stays inside the tail is differentiated by way of a term, zero, that is added to it.
+        operators = [value(y) if y in cut else jnp.zeros(y.aval.shape, y.aval.dtype) for y in self.results]
+
+        def tail(states: list[Any], results: list[Any]) -> Sequence[Any]:
+            given = dict(zip(self.results, results, strict=True))
+
+            def run(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+                outputs = zip(eqn.outvars, bind_equation(eqn, inputs), strict=True)
+                return [output + given[v] if v in given else output for v, output in outputs]
+
+            return evaluate(self.tail, consts, [*states, *(given[v] for v in cut)], run)
+
+        return self.diagonals.evaluate(tail, [value(v) for v in self.group.hidden_invars], operators)
 
     def positions(self, relation: int) -> OperatorPositions:
         """Where the elements of a relation's result belong in the group."""
@@ -97,9 +119,7 @@ class FactorPlan:
         df: dict[tuple[int, int], dict[int, Array]] = {}
         between = []
         for plan in self.groups:
-            states = [value(v) for v in plan.group.hidden_invars]
-            results = [value(self.relations[r].y_var) for r in plan.relations]
-            entries, from_operators = plan.evaluate(states, results, [value(v) for v in plan.tail.constvars])
+            entries, from_operators = plan.evaluate(value)
             between.append(entries)
             df.update(((r, plan.group.index), found) for r, found in zip(plan.relations, from_operators, strict=True))
         return Factors(
@@ -119,10 +139,10 @@ class FactorPlan:
     def dense_D(self, factors: Factors, group: int) -> Array:  # noqa: N802
         """``D`` of a group as one array, ``(*group shape, components, components)``."""
         components = self.groups[group].group.components
-        zero = jnp.zeros(components.varshape, components.real_dtype(0))
+        zero = jnp.zeros(components.varshape, components.dtype)
         entries: Mapping[tuple[int, int], Array] = factors.D[group]
         rows = [
-            jnp.stack([entries.get((a, b), zero) for b in range(len(components))], axis=-1)
+            jnp.stack([entries.get((a, b), zero).astype(zero.dtype) for b in range(len(components))], axis=-1)
             for a in range(len(components))
         ]
         return jnp.stack(rows, axis=-2)
@@ -136,14 +156,21 @@ def plan_factors(
 ) -> FactorPlan:
     """Plan the factors of a graph; ``recorder`` is told of every group in which units are coupled."""
     recorder = recorder or Recorder()
-    plans = [_plan_group(analysis, group, relations, recorder) for group in groups]
+    feeding: dict[int, list[int]] = {group.index: [] for group in groups}
+    for i, relation in enumerate(relations):
+        for group in relation.hidden_groups:
+            feeding[group.index].append(i)
+    plans = [_plan_group(analysis, group, feeding[group.index], relations, recorder) for group in groups]
     return FactorPlan(tuple(relations), tuple(plans))
 
 
 def _plan_group(
-    analysis: StepAnalysis, group: HiddenGroup, relations: Sequence[HiddenParamOpRelation], recorder: Recorder
+    analysis: StepAnalysis,
+    group: HiddenGroup,
+    feeding: Sequence[int],
+    relations: Sequence[HiddenParamOpRelation],
+    recorder: Recorder,
 ) -> GroupFactorPlan:
-    feeding = [i for i, r in enumerate(relations) if any(g.index == group.index for g in r.hidden_groups)]
     operators = []
     for i in feeding:
         y = relations[i].y_var
@@ -154,12 +181,34 @@ def _plan_group(
         group.components, group.hidden_invars, group.hidden_outvars, operators, analysis.patterns
     )
     results = [y for y, _ in operators]
+    cut = [y for y in results if not any(v in analysis.patterns[y] for v in group.hidden_invars)]
     stop = analysis.boundary_results.__contains__
     tail = analysis.indexed.part(
-        [*group.hidden_invars, *results], group.hidden_outvars, lambda v: stop(v) or analysis.depends.is_parameter(v)
+        [*group.hidden_invars, *cut], group.hidden_outvars, lambda v: stop(v) or analysis.depends.is_parameter(v)
     )
     _record(group, diagonals, [relations[i] for i in feeding], recorder)
-    return GroupFactorPlan(group, tuple(feeding), tail, diagonals)
+    plan = GroupFactorPlan(group, tuple(feeding), tuple(results), tail, diagonals)
+    if any(eqn.primitive.name in _OFTEN_NOT_DIFFERENTIABLE for eqn in walk(tail)):
+        _check_differentiable(plan)
+    return plan
+
+
+_OFTEN_NOT_DIFFERENTIABLE = frozenset({"while", "pure_callback", "io_callback"})
+
+
+def _check_differentiable(plan: GroupFactorPlan) -> None:
+    variables = [*plan.tail.invars, *plan.tail.constvars]
+    try:
+        jax.eval_shape(
+            lambda *values: plan.evaluate(dict(zip(variables, values, strict=True)).__getitem__),
+            *(v.aval for v in variables),
+        )
+    except ValueError as error:
+        raise NotSupportedError(
+            f"JAX cannot differentiate the step with respect to {', '.join(map(spell, plan.group.hidden_paths))}, on the way "
+            f"from old to new states or from an operator to them: {str(error).splitlines()[0]} A loop needs a fixed number of "
+            "iterations (`scan`, or `fori_loop` with static bounds); or put `stop_gradient` around it."
+        ) from error
 
 
 def _record(

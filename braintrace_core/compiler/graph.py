@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import brainstate
 
+from .._compat import Var
 from ..errors import CompilationError
 from .analysis import StepAnalysis
 from .control_flow import ControlFlowPolicy
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, Path, Recorder, spell
+from .draw import render_svg
 from .factors import FactorPlan, Factors, plan_factors
 from .hidden_group import HiddenGroup, find_hidden_groups_from_minfo
-from .module_info import ModuleInfo, extract_module_info, extract_step_info
+from .module_info import ModuleInfo
 from .perturbation import HiddenPerturbation, add_hidden_perturbation_from_minfo
 from .relations import HiddenParamOpRelation, find_hidden_param_op_relations_from_minfo
+from .report import render_report
+from .tracing import extract_module_info, extract_step_info
 
 __all__ = ["ETraceGraph", "compile_etrace_graph", "compile_step_graph"]
 
@@ -95,10 +101,37 @@ class ETraceGraph(_GraphFields):
         return [
             record
             for record in self.diagnostics
-            if (weight_path is None or record.weight_path == weight_path)
+            if (weight_path is None or record.concerns(weight_path))
             and (hidden_path is None or hidden_path in record.hidden_paths)
             and (kind is None or record.kind is kind)
         ]
+
+    def report(self) -> str:
+        """A table for people: hidden groups, relations, and how each parameter of the model learns.
+
+        >>> import jax.numpy as jnp
+        >>> def step(params, h, x):
+        ...     return jnp.tanh(x @ params + 0.9 * h), h
+        >>> graph = compile_step_graph(step, jnp.ones((3, 4)), jnp.zeros(4), jnp.zeros(3))
+        >>> print(graph.report())  # doctest: +ELLIPSIS
+        Hidden groups (1) ---...
+          group  states  shape  states per unit  passes  traces
+          0      carry   (4,)   1                1       exact
+        ...
+        """
+        return render_report(self)
+
+    def draw(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The same as a picture: SVG text, also written to ``path`` if it is given.
+
+        Boxes are inputs, parameters with their operators, hidden groups and outputs; edges are green where credit is
+        carried through time, dashed amber where it ends with the window, grey where only the present output is
+        concerned. Hover over a box or an edge for the compiler's reason.
+        """
+        picture = render_svg(self)
+        if path is not None:
+            pathlib.Path(path).write_text(picture, encoding="utf-8")
+        return picture
 
     def dict(self) -> dict[str, Any]:
         """All fields by name."""
@@ -181,18 +214,31 @@ def _compile(minfo: ModuleInfo, include_hidden_perturb: bool, recorder: Recorder
     perturbed = None
     if include_hidden_perturb:
         perturbed = add_hidden_perturbation_from_minfo(minfo, groups=groups, analysis=analysis)
-    _record_unused(minfo, recorder)
+    _record_unseen(minfo, recorder)
     graph = ETraceGraph(minfo, groups, path_to_group, relations, perturbed, recorder.records)
     graph.__dict__["factor_plan"] = plan  # already made: spares the cached property the work
     return graph
 
 
-def _record_unused(minfo: ModuleInfo, recorder: Recorder) -> None:
+def _record_unseen(minfo: ModuleInfo, recorder: Recorder) -> None:
+    """Leave a record of every parameter that no pass had a word about."""
+    used = {v for eqn in minfo.jaxpr.eqns for v in eqn.invars if isinstance(v, Var)}
+    used.update(v for v in minfo.jaxpr.outvars[: minfo.num_var_out] if isinstance(v, Var))
+    concerned = {path for record in recorder.records for path in record.weight_paths}
     for path, state in minfo.retrieved_model_states.items():
-        if isinstance(state, brainstate.ParamState) and path not in minfo.weight_path_to_invars:
+        if not isinstance(state, brainstate.ParamState) or path in concerned:
+            continue
+        if used.isdisjoint(minfo.weight_path_to_invars.get(path, ())):
             recorder.warn(
                 DiagnosticKind.PARAMETER_UNUSED,
-                f"The step does not read '{spell(path)}', so it gets no gradient.",
+                f"The step does not use '{spell(path)}', so it gets no gradient.",
+                weight_path=path,
+            )
+        else:
+            recorder.warn(
+                DiagnosticKind.PARAMETER_WITHOUT_OPERATOR,
+                f"'{spell(path)}' meets no input or state in an operator, so no trace is kept for it and it learns within "
+                "the window. Use an operator of `braintrace_core`, or compile with `lift=True`.",
                 weight_path=path,
             )
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import brainstate
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -14,12 +13,14 @@ from jax import Array
 from .._compat import Jaxpr, Var, eval_jaxpr
 from ..errors import NotSupportedError
 from .analysis import StepAnalysis
+from .colouring import plan_diagonals
 from .components import Components
 from .diagnostics import DiagnosticKind, Path, Recorder, spell
-from .diagonals import DiagonalPlan, plan_diagonals
-from .module_info import ModuleInfo, extract_module_info
+from .diagonals import DiagonalPlan
+from .module_info import ModuleInfo
 from .patterns import Pattern
 from .positions import Positions
+from .tracing import extract_module_info
 
 __all__ = ["HiddenGroup", "find_hidden_groups_from_minfo", "find_hidden_groups_from_module"]
 
@@ -83,16 +84,17 @@ class HiddenGroup(NamedTuple):
         return self.components.dense_jacobian(entries)
 
     def concat_hidden(self, values: Sequence[Any]) -> Array:
-        """The states' values on one last axis: ``(*varshape, num_state)``."""
-        stacked = self.components.stacked
-        parts = [v if s else jnp.expand_dims(v, -1) for v, s in zip(values, stacked, strict=True)]
-        return jnp.concatenate(parts, axis=-1)
+        """The states' values on one last axis: ``(*varshape, num_state)``, of a dtype that holds them all."""
+        split = self.components
+        parts = [v if s else jnp.expand_dims(v, -1) for v, s in zip(values, split.stacked, strict=True)]
+        return jnp.concatenate([part.astype(split.state_dtype) for part in parts], axis=-1)
 
     def split_hidden(self, value: Any) -> list[Array]:
         """The opposite of :meth:`concat_hidden`."""
-        widths = self.components.widths
-        parts = jnp.split(value, np.cumsum(widths)[:-1].tolist(), axis=-1)
-        return [p if s else jnp.squeeze(p, -1) for p, s in zip(parts, self.components.stacked, strict=True)]
+        split = self.components
+        parts = jnp.split(value, np.cumsum(split.widths)[:-1].tolist(), axis=-1)
+        parts = [p if s else jnp.squeeze(p, -1) for p, s in zip(parts, split.stacked, strict=True)]
+        return [part.astype(aval.dtype) for part, aval in zip(parts, split.avals, strict=True)]
 
     def dict(self) -> dict[str, Any]:
         """All fields by name."""
@@ -153,41 +155,56 @@ def _connected(analysis: StepAnalysis, recorder: Recorder) -> list[list[Path]]:
             p = parent[p]
         return p
 
-    owner = {analysis.hidden[p][0]: p for p in paths}
-    shape = {p: _unit_shape(analysis, p) for p in paths}
+    order = {p: i for i, p in enumerate(paths)}
+    other_couplings: list[tuple[Path, Path]] = []
     for target in paths:
-        after = analysis.hidden[target][1]
-        for source, pattern in analysis.patterns.get(after, {}).items():
-            other = owner.get(source)
-            if other is None or other == target:
-                continue
-            if shape[other] == shape[target] and _meets_itself(analysis, pattern, other, target):
-                parent[max(root(other), root(target), key=paths.index)] = min(
-                    root(other), root(target), key=paths.index
-                )
+        for source, couplings in _couplings(analysis, target).items():
+            if any(_unit_by_unit(analysis, pattern, source, target) for pattern in couplings):
+                first, second = sorted((root(source), root(target)), key=order.__getitem__)
+                parent[second] = first
             else:
-                recorder.warn(
-                    DiagnosticKind.HIDDEN_COUPLING_DROPPED,
-                    f"'{spell(target)}' depends on '{spell(other)}' other than unit by unit, so they stay separate groups "
-                    "and traces do not follow this path; credit does inside the window. Use `rtrl`, or a learnt "
-                    "operator on the path.",
-                    hidden_paths=(other, target),
-                )
+                other_couplings.append((source, target))
+    for source, target in other_couplings:
+        if root(source) != root(target):
+            recorder.warn(
+                DiagnosticKind.HIDDEN_COUPLING_DROPPED,
+                f"'{spell(target)}' depends on '{spell(source)}' other than unit by unit, so they stay separate groups "
+                "and traces do not follow this path; credit does inside the window. Use `rtrl`, or a learnt "
+                "operator on the path.",
+                hidden_paths=(source, target),
+            )
     groups: dict[Path, list[Path]] = {}
     for p in paths:
         groups.setdefault(root(p), []).append(p)
     return list(groups.values())
 
 
-def _unit_shape(analysis: StepAnalysis, path: Path) -> tuple[int, ...]:
+def _couplings(analysis: StepAnalysis, target: Path) -> dict[Path, list[Pattern]]:
+    """For every other state, how the target's new value depends on its old one, and on its new one."""
+    found: dict[Path, list[Pattern]] = {}
+    for variable, pattern in analysis.patterns.get(analysis.hidden[target][1], {}).items():
+        source = analysis.hidden_path_of.get(variable)
+        if source is not None and source != target:
+            found.setdefault(source, []).append(pattern)
+    return found
+
+
+def _unit_by_unit(analysis: StepAnalysis, pattern: Pattern, source: Path, target: Path) -> bool:
+    """Whether some unit of the target depends on the same unit of the source, other than by a sum over units."""
+    (source_shape, source_width), (target_shape, target_width) = (_layout(analysis, p) for p in (source, target))
+    if source_shape != target_shape:
+        return False
+    rows, elements, spread = pattern.listed()
+    units, sources = rows // target_width, elements // source_width
+    same = units == sources
+    if (same & ~spread).any():
+        return True
+    # A source spread over one unit alone (over the states stacked in it) stays at its unit; one over many does not.
+    astray = np.isin(sources, sources[~same])
+    return not pattern.mixed and bool((same & ~astray).any())
+
+
+def _layout(analysis: StepAnalysis, path: Path) -> tuple[tuple[int, ...], int]:
+    """The shape of a hidden state, a unit for each position, and how many states a unit has there."""
     shape = tuple(analysis.hidden[path][0].aval.shape)
-    return shape[:-1] if analysis.minfo.is_group_state(path) else shape
-
-
-def _meets_itself(analysis: StepAnalysis, pattern: Pattern, source: Path, target: Path) -> bool:
-    """Whether some unit of the target depends on the same unit of the source."""
-    source_width = analysis.minfo.num_states_of(source) if analysis.minfo.is_group_state(source) else 1
-    target_width = analysis.minfo.num_states_of(target) if analysis.minfo.is_group_state(target) else 1
-    index = pattern.flat()
-    units = np.arange(len(index)) // target_width
-    return bool(((index >= 0) & (index // source_width == units[:, None])).any())
+    return (shape[:-1], shape[-1]) if analysis.minfo.is_group_state(path) else (shape, 1)

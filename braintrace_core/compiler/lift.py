@@ -9,11 +9,12 @@ parameter's side with ``element_wise`` and leaves the equation as it is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .._compat import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var, bind_equation, open_jaxpr
@@ -29,40 +30,60 @@ _ADDITIONS = frozenset({"add", "add_any"})
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-def lift_operators(closed: ClosedJaxpr, parameters: Mapping[int, Path], recorder: Recorder) -> ClosedJaxpr:
+def lift_operators(
+    closed: ClosedJaxpr, parameters: Mapping[int, Path], hidden_outputs: Collection[int], recorder: Recorder
+) -> ClosedJaxpr:
     """``closed`` with ordinary operations on parameters replaced by operators.
 
     Args:
       closed: a flat jaxpr (calls inlined).
       parameters: index of each input that is a parameter -> its path.
+      hidden_outputs: indices of the outputs that are hidden states: one made of parameters alone is marked too.
       recorder: told of every lifted operator.
     """
     jaxpr, consts = open_jaxpr(closed)
     paths = {jaxpr.invars[i]: path for i, path in parameters.items()}
-    lifter = _Lifter(jaxpr, ParameterDependence(jaxpr, paths), paths, recorder)
+    lifter = _Lifter(jaxpr, ParameterDependence(jaxpr, paths), paths, hidden_outputs, recorder)
+    if not lifter.has_work():
+        return closed
     return jax.make_jaxpr(lambda *args: lifter.run(consts, args))(*(v.aval for v in jaxpr.invars))
 
 
 class _Lifter:
-    def __init__(self, jaxpr: Any, depends: ParameterDependence, paths: dict[Var, Path], recorder: Recorder):
+    def __init__(
+        self,
+        jaxpr: Any,
+        depends: ParameterDependence,
+        paths: dict[Var, Path],
+        hidden_outputs: Collection[int],
+        recorder: Recorder,
+    ):
         self.jaxpr = jaxpr
         self.depends = depends
         self.paths = paths
+        self.hidden_outputs = hidden_outputs
         self.recorder = recorder
         self.producer = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         self.order = {v: i for i, v in enumerate(jaxpr.invars)}
         self.bias_of = self.find_biases()
 
-    def run(self, consts: Any, args: Any) -> list[Any]:
-        self.env: dict[Var, Any] = dict(
-            zip((*self.jaxpr.constvars, *self.jaxpr.invars), (*consts, *args), strict=True)
+    def has_work(self) -> bool:
+        """Whether anything is left to lift: a model written with operators throughout is as it should be."""
+        return any(self.is_trainable(self.jaxpr.outvars[i]) for i in self.hidden_outputs) or any(
+            self.operator_for(eqn) is not None or self.is_frontier(eqn) for eqn in self.jaxpr.eqns
         )
+
+    def run(self, consts: Any, args: Any) -> list[Any]:
+        self.env: dict[Var, Any] = dict(zip((*self.jaxpr.constvars, *self.jaxpr.invars), (*consts, *args), strict=True))
         self.marked: dict[tuple[Var, tuple[int, ...]], Any] = {}
         for eqn in self.jaxpr.eqns:
             if eqn.outvars[0] in self.bias_of:
                 continue  # computed together with its bias, where the bias is added
             self.env.update(zip(eqn.outvars, self.equation(eqn), strict=True))
-        return [self.read(v) for v in self.jaxpr.outvars]
+        return [
+            self.mark(v, v.aval.shape, "assignment") if i in self.hidden_outputs else self.read(v)
+            for i, v in enumerate(self.jaxpr.outvars)
+        ]
 
     def read(self, atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else self.env[atom]
@@ -74,7 +95,7 @@ class _Lifter:
         if self.operator_for(eqn) is not None:
             return [self.operator(eqn, bias=None)]
         if self.is_frontier(eqn):
-            return bind_equation(eqn, [self.mark(v, eqn) for v in eqn.invars])
+            return bind_equation(eqn, [self.mark(v, _acting_shape(v, eqn), eqn.primitive.name) for v in eqn.invars])
         return bind_equation(eqn, [self.read(v) for v in eqn.invars])
 
     def is_frontier(self, eqn: JaxprEqn) -> bool:
@@ -121,13 +142,12 @@ class _Lifter:
             return primitive.bind(lax.squeeze(index, (index.ndim - 1,)), weight, mode=_take_mode(eqn))
         return _bind_dot(primitive, eqn, *map(self.read, eqn.invars), extra, self.is_trainable(eqn.invars[1]))
 
-    def mark(self, atom: Any, eqn: JaxprEqn) -> Any:
-        """The value of ``atom``; if it is made of parameters, marked, and in the shape in which it acts."""
+    def mark(self, atom: Any, shape: tuple[int, ...], was: str) -> Any:
+        """The value of ``atom``; if it is made of parameters, marked, and in the ``shape`` in which it acts."""
         if not self.is_trainable(atom):
             return self.read(atom)
-        shape = eqn.outvars[0].aval.shape if _broadcasts(atom, eqn) else atom.aval.shape
         if (atom, shape) not in self.marked:
-            self.record(etp_elemwise_p, eqn.primitive.name, [atom])
+            self.record(etp_elemwise_p, was, [atom])
             value = self.env[atom]
             if shape != value.shape:
                 dims = tuple(range(len(shape) - value.ndim, len(shape)))
@@ -159,9 +179,7 @@ class _Lifter:
                 continue
             operator = self.operator_for(source)
             if operator in (etp_mm_p, etp_mv_p, etp_conv_p):
-                axis = (
-                    source.params["dimension_numbers"].out_spec[1] if operator is etp_conv_p else y.aval.ndim - 1
-                )
+                axis = source.params["dimension_numbers"].out_spec[1] if operator is etp_conv_p else y.aval.ndim - 1
                 vector = self.as_vector(bias, y.aval.shape, axis)
                 if vector is not None:
                     found[y] = vector
@@ -169,7 +187,7 @@ class _Lifter:
 
     def as_vector(self, atom: Var, shape: tuple[int, ...], axis: int) -> Var | None:
         """The vector along ``axis`` of which ``atom`` is a broadcast to ``shape``, if it is one."""
-        if atom.aval.ndim == 1 and len(shape) == 1:
+        if tuple(atom.aval.shape) == tuple(shape) == (shape[axis],):
             return atom
         wanted = tuple(n if i == axis else 1 for i, n in enumerate(shape))
         eqn = self.producer.get(atom)
@@ -247,11 +265,12 @@ def _bind_dot(primitive: Primitive, eqn: JaxprEqn, lhs: Any, rhs: Any, bias: lis
 
 def _takes_rows(eqn: JaxprEqn) -> bool:
     """Whether a gather picks whole rows along the first axis, as ``table[indices]`` does."""
-    dims, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    dims, sizes, fill = (eqn.params[name] for name in ("dimension_numbers", "slice_sizes", "fill_value"))
     table, indices = (v.aval for v in eqn.invars)
     out_ndim = eqn.outvars[0].aval.ndim
     return (
-        tuple(dims.collapsed_slice_dims) == (0,)
+        (fill is None or np.isnan(fill))  # what `embedding` gives for indices out of range
+        and tuple(dims.collapsed_slice_dims) == (0,)
         and tuple(dims.start_index_map) == (0,)
         and not dims.operand_batching_dims
         and tuple(sizes) == (1, *table.shape[1:])
@@ -266,18 +285,13 @@ def _takes_one_row(eqn: JaxprEqn) -> bool:
 
 
 def _take_mode(eqn: JaxprEqn) -> str:
-    return {"CLIP": "clip", "FILL_OR_DROP": "fill", "PROMISE_IN_BOUNDS": "promise_in_bounds"}[
-        eqn.params["mode"].name
-    ]
+    return {"CLIP": "clip", "FILL_OR_DROP": "fill", "PROMISE_IN_BOUNDS": "promise_in_bounds"}[eqn.params["mode"].name]
 
 
-def _broadcasts(atom: Var, eqn: JaxprEqn) -> bool:
-    """Whether ``atom`` acts on a larger result by implicit broadcasting (a scalar, or axes of size one)."""
-    shape, out = atom.aval.shape, eqn.outvars[0].aval.shape
-    if shape == out or len(eqn.outvars) != 1 or eqn.primitive.name in {"concatenate", "dot_general"}:
-        return False
+def _acting_shape(atom: Any, eqn: JaxprEqn) -> tuple[int, ...]:
+    """The shape in which ``atom`` acts: larger than its own if it is broadcast (a scalar, or axes of size one)."""
+    shape, out = tuple(atom.aval.shape), tuple(eqn.outvars[0].aval.shape)
     if eqn.primitive.name not in ELEMENTWISE:
-        return False
-    return len(shape) == 0 or (
-        len(shape) == len(out) and all(n in (1, m) for n, m in zip(shape, out, strict=True))
-    )
+        return shape
+    fits = len(shape) == len(out) and all(n in (1, m) for n, m in zip(shape, out, strict=True))
+    return out if fits or not shape else shape

@@ -35,26 +35,17 @@ class Reach:
     def __init__(self, analysis: StepAnalysis, groups: Sequence[HiddenGroup]):
         minfo = analysis.minfo
         self._paths: list[Path] = list(minfo.hidden_path_to_outvar)
-        group_of = {p: group.index for group in groups for p in group.hidden_paths}
-        members = [0] * len(groups)
-        self._direct: dict[Var, int] = {}
+        bit = {path: 1 << i for i, path in enumerate(self._paths)}
+        self._direct: dict[Var, int] = {minfo.hidden_path_to_outvar[p]: bit[p] for p in self._paths}
         self._crossing: dict[Var, int] = {}
-        own: dict[Var, int] = {}
-        for i, path in enumerate(self._paths):
-            out = minfo.hidden_path_to_outvar[path]
-            own[out] = own.get(out, 0) | 1 << i
-            self._direct[out] = own[out]
-            if path in group_of:
-                members[group_of[path]] |= 1 << i
-        mates = {
-            minfo.hidden_path_to_outvar[p]: members[group_of[p]] for p in self._paths if p in group_of
-        }
+        # Past a hidden state only the states of its own group count as being ahead.
+        visible = {v: sum(bit[p] for p in g.hidden_paths) for g in groups for v in g.hidden_outvars}
         for eqn in reversed(minfo.jaxpr.eqns):
             direct = crossing = 0
             for v in eqn.outvars:
-                ahead = self._direct.get(v, 0)
-                # Past a hidden state only the states of its own group count as being ahead.
-                direct |= ahead & (mates[v] | own[v]) if v in mates else ahead
+                if v in visible:
+                    self._direct[v] &= visible[v]
+                direct |= self._direct.get(v, 0)
                 crossing |= self._crossing.get(v, 0)
             if is_boundary(eqn.primitive):
                 direct, crossing = 0, direct | crossing

@@ -3,6 +3,9 @@
 A pattern lists up to a few source elements for each element (exactly), and says whether units are mixed beyond that
 (a reduction over units, a matrix product). The list alone tells which unit an element belongs to; together with
 the mixing flag it bounds where the Jacobian can be non-zero.
+
+An entry is *direct*, or *spread* if a broadcast took it to several elements (the mean in ``y - y.mean()``). Where an
+element of the source reaches some units directly and others by being spread, it belongs to the former.
 """
 
 from __future__ import annotations
@@ -22,14 +25,15 @@ class Pattern:
     """Dependence of one value on one source.
 
     Attributes:
-      index: ``(*value shape, k)``: the flat indices of source elements, ``-1`` where there are fewer than ``k``.
+      entries: ``(*value shape, k)``, one entry for each listed source element: twice its flat index, plus one if it is
+        spread; ``-1`` where there are fewer than ``k``.
       mixed: whether every element may depend on every source element, besides those listed.
     """
 
-    __slots__ = ("index", "mixed")
+    __slots__ = ("entries", "mixed")
 
-    def __init__(self, index: np.ndarray, mixed: bool = False):
-        self.index = index
+    def __init__(self, entries: np.ndarray, mixed: bool = False):
+        self.entries = entries
         self.mixed = mixed
 
     @staticmethod
@@ -45,44 +49,62 @@ class Pattern:
     @property
     def shape(self) -> tuple[int, ...]:
         """The value's shape."""
-        return self.index.shape[:-1]
+        return self.entries.shape[:-1]
+
+    @property
+    def width(self) -> int:
+        """How many source elements are listed for an element, at most."""
+        return self.entries.shape[-1]
 
     @property
     def is_empty(self) -> bool:
         """Whether there is no dependence at all."""
-        return not self.mixed and not (self.index >= 0).any()
+        return not self.mixed and not (self.entries >= 0).any()
 
-    def flat(self) -> np.ndarray:
-        """The listed indices as ``(elements, k)``."""
-        return self.index.reshape(int(np.prod(self.shape, dtype=np.int64)), self.index.shape[-1])
+    def listed(self, start: int = 0, step: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The listed pairs, of the elements ``[start::step]`` of the flattened value.
 
-    def moved(self, index: np.ndarray) -> Pattern:
+        Returns:
+          For each pair, the row (element of the value, counted among those chosen), the flat index of the source
+          element, and whether it is spread.
+        """
+        flat = self.entries.reshape(int(np.prod(self.shape, dtype=np.int64)), self.width)[start::step]
+        rows, columns = np.nonzero(flat >= 0)
+        entries = flat[rows, columns]
+        return rows, entries >> 1, (entries & 1).astype(bool)
+
+    def moved(self, entries: np.ndarray) -> Pattern:
         """The same dependence for elements in another arrangement."""
-        return Pattern(index, self.mixed)
+        return Pattern(entries, self.mixed)
+
+    def repeated(self, entries: np.ndarray) -> Pattern:
+        """The same dependence for elements of which a broadcast may have made several each."""
+        # Setting the lowest bit marks an entry as spread, and leaves -1 as it is.
+        return self.moved(entries | 1 if entries.size > self.entries.size else entries)
 
     def broadcast(self, shape: tuple[int, ...]) -> Pattern:
         """For a value that is broadcast implicitly (a scalar, or axes of size one) to ``shape``."""
         if self.shape == tuple(shape):
             return self
-        index = self.index.reshape((1,) * (len(shape) - len(self.shape)) + self.index.shape)
-        return self.moved(np.broadcast_to(index, (*shape, self.index.shape[-1])))
+        entries = self.entries.reshape((1,) * (len(shape) - len(self.shape)) + self.entries.shape)
+        return self.repeated(np.broadcast_to(entries, (*shape, self.width)))
 
     def merged(self, axes: Sequence[int]) -> Pattern:
         """For a value whose ``axes`` are combined into one element (a reduction)."""
         rest = [i for i in range(len(self.shape)) if i not in axes]
         count = int(np.prod([self.shape[i] for i in axes], dtype=np.int64))
         shape = tuple(self.shape[i] for i in rest)
-        if count * self.index.shape[-1] > MAX_LISTED:
+        if count * self.width > MAX_LISTED:
             return Pattern.mixing(shape)
-        index = self.index.transpose(*rest, *axes, self.index.ndim - 1).reshape(*shape, -1)
-        return Pattern(_normalised(index), self.mixed)
+        entries = self.entries.transpose(*rest, *axes, self.entries.ndim - 1).reshape(*shape, count * self.width)
+        return Pattern(_normalised(entries), self.mixed)
 
 
 @lru_cache(maxsize=256)
 def _identity(shape: tuple[int, ...]) -> Pattern:
-    index = np.arange(int(np.prod(shape, dtype=np.int64)), dtype=np.int32).reshape(*shape, 1)
-    index.setflags(write=False)
-    return Pattern(index)
+    entries = 2 * np.arange(int(np.prod(shape, dtype=np.int64)), dtype=np.int32).reshape(*shape, 1)
+    entries.setflags(write=False)
+    return Pattern(entries)
 
 
 def union(patterns: Sequence[Pattern]) -> Pattern:
@@ -95,26 +117,28 @@ def union(patterns: Sequence[Pattern]) -> Pattern:
 
 def _union(a: Pattern, b: Pattern) -> Pattern:
     mixed = a.mixed or b.mixed
-    if a is b or a.index is b.index or b.index.shape[-1] == 0:
-        return a if a.mixed == mixed else Pattern(a.index, mixed)
-    if a.index.shape[-1] == 0:
-        return b if b.mixed == mixed else Pattern(b.index, mixed)
-    index = _normalised(np.concatenate([a.index, b.index], axis=-1))
-    if index.shape[-1] > MAX_LISTED:
-        return Pattern.mixing(a.shape)
-    return Pattern(index, mixed)
+    if a.entries is b.entries or b.width == 0:
+        return a if a.mixed == mixed else Pattern(a.entries, mixed)
+    if a.width == 0:
+        return b if b.mixed == mixed else Pattern(b.entries, mixed)
+    entries = _normalised(np.concatenate([a.entries, b.entries], axis=-1))
+    if entries.shape[-1] > MAX_LISTED:
+        direct = _normalised(np.where(entries & 1, -1, entries))
+        return Pattern(direct, True) if direct.shape[-1] <= MAX_LISTED else Pattern.mixing(a.shape)
+    return Pattern(entries, mixed)
 
 
-def _normalised(index: np.ndarray) -> np.ndarray:
-    """Each list sorted downwards without repetition, ``-1`` last, no wider than needed."""
-    index = -np.sort(-index, axis=-1)
-    if index.shape[-1] > 1:
-        repeated = index[..., 1:] == index[..., :-1]
+def _normalised(entries: np.ndarray) -> np.ndarray:
+    """Each list sorted downwards without repetition, ``-1`` last, no wider than needed; direct entries win."""
+    entries = -np.sort(-entries, axis=-1)
+    if entries.shape[-1] > 1:
+        # The direct entry of an element is the lower one, so it stands right behind the spread ones.
+        repeated = (entries[..., :-1] >> 1) == (entries[..., 1:] >> 1)
         if repeated.any():
-            index = index.copy()
-            index[..., 1:][repeated] = -1
-            index = -np.sort(-index, axis=-1)
-    if index.size == 0:
-        return index
-    width = int((index >= 0).sum(axis=-1).max())
-    return index[..., :width]
+            entries = entries.copy()
+            entries[..., :-1][repeated] = -1
+            entries = -np.sort(-entries, axis=-1)
+    if entries.size == 0:
+        return entries
+    width = int((entries >= 0).sum(axis=-1).max())
+    return entries[..., :width]

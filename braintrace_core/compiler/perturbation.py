@@ -10,15 +10,16 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import brainstate
-import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .._compat import ClosedJaxpr, JaxprEqn, Literal, Var, bind_equation, eval_jaxpr, open_jaxpr
+from .._compat import ClosedJaxpr, JaxprEqn, Var, add_equation, close_jaxpr, eval_jaxpr, new_jaxpr, open_jaxpr
 from .analysis import StepAnalysis
-from .diagnostics import Path
+from .checks import check_leaf
+from .diagnostics import Path, spell
 from .hidden_group import HiddenGroup, find_hidden_groups_from_minfo
-from .module_info import ModuleInfo, extract_module_info
+from .module_info import ModuleInfo
+from .tracing import extract_module_info
 
 __all__ = ["HiddenPerturbation", "add_hidden_perturbation_from_minfo", "add_hidden_perturbation_in_module"]
 
@@ -43,6 +44,14 @@ class HiddenPerturbation(NamedTuple):
     def eval_jaxpr(self, inputs: Sequence[Any], perturb_data: Sequence[Any]) -> list[Any]:
         """Run the perturbed step on the flat inputs of the step and one term for each hidden state."""
         jaxpr, consts = open_jaxpr(self.perturb_jaxpr)
+        names = list(map(spell, self.perturb_hidden_paths))
+        if len(perturb_data) != len(names):
+            raise ValueError(
+                f"The step takes a term for each of {len(names)} hidden state(s) ({', '.join(names)}) and was given "
+                f"{len(perturb_data)}."
+            )
+        for name, term, var in zip(names, perturb_data, jaxpr.invars[-len(names) :], strict=True):
+            check_leaf(f"term of '{name}'", term, var.aval)
         return eval_jaxpr(jaxpr, consts, *inputs, *perturb_data)
 
     def dict(self) -> dict[str, Any]:
@@ -60,10 +69,8 @@ def add_hidden_perturbation_from_minfo(
     analysis = analysis or StepAnalysis(minfo)
     groups = find_hidden_groups_from_minfo(minfo, analysis=analysis)[0] if groups is None else groups
     paths = list(analysis.hidden)
-    jaxpr = minfo.jaxpr
-    perturber = _Perturber(analysis, groups, paths)
-    avals = [v.aval for v in jaxpr.invars] + [analysis.hidden[p][0].aval for p in paths]
-    closed = jax.make_jaxpr(perturber.run)(*avals)
+    terms = [Var(analysis.hidden[p][0].aval) for p in paths]
+    closed = _Perturber(analysis, groups).run(dict(zip((analysis.hidden[p][1] for p in paths), terms, strict=True)))
     return HiddenPerturbation(closed, paths, [minfo.retrieved_model_states[p] for p in paths])
 
 
@@ -73,11 +80,10 @@ def add_hidden_perturbation_in_module(model: brainstate.nn.Module, *args: Any, *
 
 
 class _Perturber:
-    """Runs the step keeping, between the states of a group, the values that their mates see: those without terms."""
+    """Writes the step anew, keeping, between the states of a group, the values that their mates see: those without terms."""
 
-    def __init__(self, analysis: StepAnalysis, groups: Sequence[HiddenGroup], paths: Sequence[Path]):
+    def __init__(self, analysis: StepAnalysis, groups: Sequence[HiddenGroup]) -> None:
         self.minfo = analysis.minfo
-        self.paths = paths
         self.group_of = {v: g.index for g in groups for v in g.hidden_outvars}
         # The equations between the states of each group: those that need the values without terms.
         cut = analysis.boundary_results.__contains__
@@ -87,31 +93,25 @@ class _Perturber:
                 for i in analysis.indexed.ancestors(group.hidden_outvars, cut):
                     self.inside.setdefault(i, set()).add(group.index)
 
-    def run(self, *args: Any) -> list[Any]:
+    def run(self, terms: dict[Var, Var]) -> ClosedJaxpr:
+        """The step with a term added to each hidden state, as further inputs (hidden variable -> term)."""
         jaxpr = self.minfo.jaxpr
-        flat, terms = args[: len(jaxpr.invars)], args[len(jaxpr.invars) :]
-        term_of = {self.minfo.hidden_path_to_outvar[p]: t for p, t in zip(self.paths, terms, strict=True)}
-        env: dict[Var, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*self.minfo.consts, *flat), strict=True))
-        within: dict[tuple[Var, int], Any] = {}
-
-        def read(atom: Any, group: int | None = None) -> Any:
-            if isinstance(atom, Literal):
-                return atom.val
-            return within.get((atom, group), env[atom]) if group is not None else env[atom]
-
-        def run_equation(eqn: JaxprEqn, group: int | None) -> list[Any]:
-            return bind_equation(eqn, [read(v, group) for v in eqn.invars])
-
+        moved: dict[Var, Var] = {}  # hidden state -> the same with its term
+        within: dict[tuple[Var, int], Var] = {}  # (variable, group) -> what the group's own states see of it
+        eqns: list[JaxprEqn] = []
         for i, eqn in enumerate(jaxpr.eqns):
-            results = run_equation(eqn, None)
+            eqns.append(eqn.replace(invars=[moved.get(v, v) if isinstance(v, Var) else v for v in eqn.invars]))
             for group in sorted(self.inside.get(i, ())):
                 if any(isinstance(v, Var) and (v, group) in within for v in eqn.invars):
-                    within.update(
-                        ((v, group), value) for v, value in zip(eqn.outvars, run_equation(eqn, group), strict=True)
-                    )
-            for v, value in zip(eqn.outvars, results, strict=True):
-                if v in term_of:
-                    raw = within.setdefault((v, self.group_of[v]), value)
-                    value = raw + term_of[v]
-                env[v] = value
-        return [read(v) for v in jaxpr.outvars]
+                    seen = [within.get((v, group), moved.get(v, v)) if isinstance(v, Var) else v for v in eqn.invars]
+                    outvars = [Var(v.aval) for v in eqn.outvars]
+                    eqns.append(eqn.replace(invars=seen, outvars=outvars))
+                    within.update(((v, group), new) for v, new in zip(eqn.outvars, outvars, strict=True))
+            for v in eqn.outvars:
+                if v in terms:
+                    raw = within.setdefault((v, self.group_of[v]), v)
+                    moved[v] = Var(v.aval)
+                    eqns.append(add_equation(raw, terms[v], moved[v]))
+        outvars = [moved.get(v, v) if isinstance(v, Var) else v for v in jaxpr.outvars]
+        wider = new_jaxpr(jaxpr.constvars, [*jaxpr.invars, *terms.values()], outvars, eqns)
+        return close_jaxpr(wider, self.minfo.consts)

@@ -7,21 +7,33 @@ integers) ends a dependence. Inside a custom derivative rule they are those of v
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._compat import Jaxpr, JaxprEqn, Literal, Var, bind_equation, open_jaxpr
-from ..ops import is_boundary
-from .inline import CALLS, CUSTOM_CALLS, inner_call
+from .._compat import (
+    CALLS,
+    CUSTOM_CALLS,
+    JaxprEqn,
+    Literal,
+    Var,
+    bind_equation,
+    inner_call,
+    open_jaxpr,
+    scan_sizes,
+)
+from ..ops import is_boundary, is_etp
+from .moves import move, place, stack
 from .patterns import Pattern, union
-from .primitive_kinds import CUMULATIVE, ELEMENTWISE, FLAT, MOVES, REDUCTIONS
+from .primitive_kinds import ACCUMULATING, CUMULATIVE, ELEMENTWISE, FLAT, INDEXED, MOVES, REDUCTIONS
 
 __all__ = ["Positions"]
 
 Patterns = dict[Any, Pattern]  # source -> pattern
+Rule = Callable[[list[Pattern | None]], list[Pattern | None]]  # one source's patterns through an equation
 
 _LONGEST_SCAN = 64
 
@@ -37,23 +49,24 @@ class Positions:
         self._known: dict[Var, Any] = dict(consts)
         self._foldable: dict[Var, JaxprEqn] = {}
 
-    def propagate(self, eqns: Iterable[JaxprEqn], patterns: dict[Var, Patterns], *, values: bool = False) -> None:
+    def propagate(self, eqns: Iterable[JaxprEqn], patterns: dict[Var, Patterns]) -> None:
         """Extend ``patterns`` (variable -> source -> pattern) by the results of ``eqns``, in order.
 
         Args:
           eqns: equations in the order in which they run; ETP boundaries among them end every dependence.
           patterns: the sources' own patterns, extended in place; variables without an entry depend on nothing.
-          values: follow values rather than derivatives (through comparisons and casts).
         """
+        self._propagate((eqn for eqn in eqns if not is_boundary(eqn.primitive)), patterns, values=False)
+
+    def _propagate(self, eqns: Iterable[JaxprEqn], patterns: dict[Var, Patterns], values: bool) -> None:
+        """As above without boundaries; ``values``: follow values rather than derivatives."""
         for eqn in eqns:
             self._note_constants(eqn)
-            if is_boundary(eqn.primitive):
-                continue
             inputs = [patterns.get(v, {}) if isinstance(v, Var) else {} for v in eqn.invars]
             if not any(inputs):
                 continue
             for var, result in zip(eqn.outvars, self._equation(eqn, inputs, values), strict=True):
-                result = {source: p for source, p in result.items() if p.mixed or p.index.shape[-1]}
+                result = {source: p for source, p in result.items() if p.mixed or p.width}
                 if result and (values or jnp.issubdtype(var.aval.dtype, jnp.inexact)):
                     patterns[var] = {**patterns.get(var, {}), **result}
 
@@ -80,9 +93,15 @@ class Positions:
         if name in FLAT and not values:
             return [{} for _ in eqn.outvars]
         if name in CALLS or name in CUSTOM_CALLS:
-            return self._inner(inner_call(eqn), inputs, values or name in CUSTOM_CALLS)
+            return self._inner(inner_call(eqn), eqn.invars, inputs, values or name in CUSTOM_CALLS)
+        if is_etp(eqn.primitive):
+            # One through which credit passes, or one inside control flow that stays closed: as the plain operation.
+            plain = partial(eqn.primitive.apply, **eqn.params)
+            return self._inner(jax.make_jaxpr(plain)(*(v.aval for v in eqn.invars)), eqn.invars, inputs, values)
         if name == "cond":
-            branches = [self._inner(branch, inputs[1:], values) for branch in eqn.params["branches"]]
+            branches = [
+                self._inner(branch, eqn.invars[1:], inputs[1:], values) for branch in eqn.params["branches"]
+            ]
             return [_join(results) for results in zip(*branches, strict=True)]
         if name == "scan" and eqn.params["length"] <= _LONGEST_SCAN:
             return self._scan(eqn, inputs, values)
@@ -95,69 +114,93 @@ class Positions:
                     result[source] = pattern
         return results
 
-    def _rule(self, eqn: JaxprEqn, values: bool) -> Callable[[list[Pattern | None]], list[Pattern | None]]:
+    def _rule(self, eqn: JaxprEqn, values: bool) -> Rule:
         """How one source's patterns go through ``eqn``."""
         name, params = eqn.primitive.name, eqn.params
         shapes = [tuple(v.aval.shape) for v in eqn.outvars]
-        if name in ELEMENTWISE or name in FLAT or _is_elementwise_etp(eqn):
+        if name == "optimization_barrier":
+            return lambda ps: ps
+        if name in ELEMENTWISE or name in FLAT:
             chooser = {0} if name == "select_n" and not values else set()
             return lambda ps: [
                 _elementwise([p for i, p in enumerate(ps) if p is not None and i not in chooser], shape)
                 for shape in shapes
             ]
         if name in MOVES:
-            return lambda ps: _move(name, params, ps, [tuple(v.aval.shape) for v in eqn.invars], shapes)
+            return lambda ps: move(name, params, ps, [tuple(v.aval.shape) for v in eqn.invars], shapes)
         if name in REDUCTIONS:
             return lambda ps: [p.merged(params["axes"]) if p is not None else None for p in ps[:1]]
-        if name in _INDEXED and all(self._value(v) is not None for v in eqn.invars[_INDEXED[name] :]):
+        if name in INDEXED and all(self._value(v) is not None for v in _indices(eqn)):
             return lambda ps: [self._indexed(eqn, ps)]
+        if name in ACCUMULATING and self._value(eqn.invars[1]) is not None:
+            return lambda ps: [self._accumulated(eqn, ps)]
         if name in CUMULATIVE:
             return lambda ps: [union([ps[0], Pattern.mixing(shapes[0])]) if ps[0] is not None else None]
         return lambda ps: [Pattern.mixing(shape) if any(p is not None for p in ps) else None for shape in shapes]
 
-    def _indexed(self, eqn: JaxprEqn, ps: list[Pattern | None]) -> Pattern | None:
-        """A gather, slice or update with known indices, run on the lists themselves, one column at a time."""
-        count = _INDEXED[eqn.primitive.name]
-        indices = [self._value(v) for v in eqn.invars[count:]]
-        width = max(p.index.shape[-1] for p in ps[:count] if p is not None)
+    def _indexed(self, eqn: JaxprEqn, ps: list[Pattern | None]) -> Pattern:
+        """A primitive that takes elements at known indices, run on the lists themselves, one column at a time."""
+        where = INDEXED[eqn.primitive.name]
+        if "fill_value" in eqn.params:
+            eqn = eqn.replace(params={**eqn.params, "fill_value": -1})  # for indices out of range
+        patterns = [ps[i] for i in where]
+        width = max(p.width for p in patterns if p is not None)
         columns = []
         for k in range(width):
-            operands = [_column(p, k, v.aval.shape) for p, v in zip(ps, eqn.invars[:count], strict=False)]
+            operands = [self._value(v) if i not in where else _column(ps[i], k, v) for i, v in enumerate(eqn.invars)]
             with jax.ensure_compile_time_eval():
-                columns.append(np.asarray(bind_equation(eqn, [*operands, *indices])[0]))
-        index = np.maximum(np.stack(columns, axis=-1), -1).astype(np.int32)
-        return Pattern(index, any(p.mixed for p in ps[:count] if p is not None))
+                columns.append(np.asarray(bind_equation(eqn, operands)[0]))
+        if not columns:
+            return Pattern.mixing(eqn.outvars[0].aval.shape)
+        return Pattern(np.stack(columns, axis=-1), any(p.mixed for p in patterns if p is not None))
 
-    def _inner(self, inner: Any, inputs: Sequence[Patterns], values: bool) -> list[Patterns]:
+    def _accumulated(self, eqn: JaxprEqn, ps: list[Pattern | None]) -> Pattern:
+        """Updates combined with an operand at known indices: element-wise, after the updates were put in their places."""
+        operand, _, updates = ps
+        parts = [] if operand is None else [operand]
+        if updates is not None:
+            parts.append(place(updates, eqn.invars[0].aval.shape, self._value(eqn.invars[1]), eqn.params))
+        return union(parts)
+
+    def _inner(
+        self, inner: Any, operands: Sequence[Any], inputs: Sequence[Patterns], values: bool
+    ) -> list[Patterns]:
+        """The patterns of the results of an inner jaxpr; None stands for an operand that is never known."""
         jaxpr, consts = open_jaxpr(inner)
-        self._known.update(zip(jaxpr.constvars, consts, strict=True))
+        known = dict(zip(jaxpr.constvars, consts, strict=True))
+        given = zip(jaxpr.invars, (None if atom is None else self._value(atom) for atom in operands), strict=True)
+        known.update((v, value) for v, value in given if value is not None)
         patterns = {v: operand for v, operand in zip(jaxpr.invars, inputs, strict=True) if operand}
-        self.propagate(jaxpr.eqns, patterns, values=values)
+        Positions(known)._propagate(jaxpr.eqns, patterns, values)
         return [patterns.get(v, {}) if isinstance(v, Var) else {} for v in jaxpr.outvars]
 
     def _scan(self, eqn: JaxprEqn, inputs: Sequence[Patterns], values: bool) -> list[Patterns]:
         params = eqn.params
-        first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
-        consts, carry, stacked = list(inputs[:first]), list(inputs[first:last]), inputs[last:]
+        num_consts, num_carry = scan_sizes(eqn)
+        consts, carry = list(inputs[:num_consts]), list(inputs[num_consts : num_consts + num_carry])
+        stacked = inputs[num_consts + num_carry :]
+        operands = [*eqn.invars[:num_consts], *[None] * (len(inputs) - num_consts)]
         rows: list[list[Patterns]] = []
         steps = range(params["length"])
         for t in reversed(steps) if params["reverse"] else steps:
-            xs = [{s: p.moved(p.index[t]) for s, p in operand.items()} for operand in stacked]
-            results = self._inner(params["jaxpr"], [*consts, *carry, *xs], values)
-            carry, row = results[: params["num_carry"]], results[params["num_carry"] :]
+            xs = [{s: p.moved(p.entries[t]) for s, p in operand.items()} for operand in stacked]
+            results = self._inner(params["jaxpr"], operands, [*consts, *carry, *xs], values)
+            carry, row = results[:num_carry], results[num_carry:]
             rows.append(row)
         if params["reverse"]:
             rows.reverse()
-        shapes = [tuple(v.aval.shape) for v in eqn.outvars[params["num_carry"] :]]
+        shapes = [tuple(v.aval.shape) for v in eqn.outvars[num_carry:]]
         return [*carry, *(_stack([row[i] for row in rows], shape) for i, shape in enumerate(shapes))]
 
 
-# Primitives that take elements at given indices -> how many leading operands hold elements (the rest are indices).
-_INDEXED = {"gather": 1, "dynamic_slice": 1, "dynamic_update_slice": 2}
+def _indices(eqn: JaxprEqn) -> list[Any]:
+    return [v for i, v in enumerate(eqn.invars) if i not in INDEXED[eqn.primitive.name]]
 
 
-def _is_elementwise_etp(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "etp_elemwise"
+def _column(pattern: Pattern | None, k: int, atom: Any) -> np.ndarray:
+    if pattern is None or k >= pattern.width:
+        return np.full(atom.aval.shape, -1, np.int32)
+    return np.ascontiguousarray(pattern.entries[..., k])
 
 
 def _elementwise(patterns: list[Pattern], shape: tuple[int, ...]) -> Pattern | None:
@@ -180,80 +223,6 @@ def _join(results: Sequence[Patterns]) -> Patterns:
     return {s: union([result[s] for result in results if s in result]) for s in sources}
 
 
-def _column(pattern: Pattern | None, k: int, shape: tuple[int, ...]) -> np.ndarray:
-    if pattern is None or k >= pattern.index.shape[-1]:
-        return np.full(shape, -1, np.int32)
-    return np.ascontiguousarray(pattern.index[..., k])
-
-
-def _stack(row: list[Patterns], shape: tuple[int, ...]) -> Patterns:
-    result: Patterns = {}
-    for source in {s: None for patterns in row for s in patterns}:
-        parts = [patterns.get(source) for patterns in row]
-        width = max(p.index.shape[-1] for p in parts if p is not None)
-        index = np.full((*shape, width), -1, np.int32)
-        for t, p in enumerate(parts):
-            if p is not None:
-                index[t, ..., : p.index.shape[-1]] = p.index
-        result[source] = Pattern(index, any(p.mixed for p in parts if p is not None))
-    return result
-
-
-def _move(
-    name: str,
-    params: Mapping[str, Any],
-    ps: list[Pattern | None],
-    in_shapes: list[tuple[int, ...]],
-    out_shapes: list[tuple[int, ...]],
-) -> list[Pattern | None]:
-    """Patterns of a primitive that rearranges elements: the same rearrangement of the lists."""
-    if name == "concatenate":
-        return [_concatenate(ps, in_shapes, params["dimension"])]
-    pattern = ps[0]
-    if pattern is None:
-        return [None] * len(out_shapes)
-    index, width, shape = pattern.index, pattern.index.shape[-1], out_shapes[0]
-    if name == "split":
-        parts = np.split(index, np.cumsum([int(n) for n in params["sizes"]])[:-1], axis=params["axis"])
-        return [pattern.moved(part) for part in parts]
-    if name == "broadcast_in_dim":
-        expanded = [1] * len(shape)
-        for axis, n in zip(params["broadcast_dimensions"], index.shape[:-1], strict=True):
-            expanded[axis] = n
-        index = np.broadcast_to(index.reshape(*expanded, width), (*shape, width))
-    elif name in ("reshape", "squeeze", "expand_dims"):
-        index = index.reshape(*shape, width)
-    elif name == "transpose":
-        index = index.transpose(*params["permutation"], index.ndim - 1)
-    elif name == "rev":
-        index = np.flip(index, params["dimensions"])
-    elif name == "slice":
-        strides = params["strides"] or (1,) * len(shape)
-        bounds = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
-        index = index[tuple(slice(*bound) for bound in bounds)]
-    elif name == "pad":
-        index = _pad(index, params["padding_config"], shape)
-    return [pattern.moved(index)]
-
-
-def _pad(index: np.ndarray, config: Sequence[tuple[int, int, int]], shape: tuple[int, ...]) -> np.ndarray:
-    result = np.full((*shape, index.shape[-1]), -1, np.int32)
-    source, target = [], []
-    for (low, _, interior), n, m in zip(config, index.shape[:-1], shape, strict=True):
-        places = low + np.arange(n) * (interior + 1)
-        inside = (places >= 0) & (places < m)
-        source.append(np.flatnonzero(inside))
-        target.append(places[inside])
-    result[np.ix_(*target)] = index[np.ix_(*source)]
-    return result
-
-
-def _concatenate(ps: list[Pattern | None], shapes: list[tuple[int, ...]], axis: int) -> Pattern:
-    width = max(p.index.shape[-1] for p in ps if p is not None)
-    parts = []
-    for p, shape in zip(ps, shapes, strict=True):
-        part = np.full((*shape, width), -1, np.int32)
-        if p is not None:
-            part[..., : p.index.shape[-1]] = p.index
-        parts.append(part)
-    return Pattern(np.concatenate(parts, axis=axis), any(p.mixed for p in ps if p is not None))
+def _stack(rows: list[Patterns], shape: tuple[int, ...]) -> Patterns:
+    sources = {s: None for patterns in rows for s in patterns}
+    return {s: stack([patterns.get(s) for patterns in rows], shape) for s in sources}

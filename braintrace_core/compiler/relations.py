@@ -12,11 +12,12 @@ from .._compat import Jaxpr, JaxprEqn, Literal, Primitive, Var, eval_jaxpr
 from ..errors import CompilationError
 from .analysis import StepAnalysis, operator_result
 from .chains import ProcessingChain, find_chain
+from .colouring import locate_operator
 from .diagnostics import DiagnosticKind, Path, Recorder, spell
-from .diagonals import locate_operator
 from .hidden_group import HiddenGroup, find_hidden_groups_from_minfo
-from .module_info import ModuleInfo, extract_module_info, is_differentiable
+from .module_info import ModuleInfo, is_differentiable
 from .paths import PathClassification, Reach, blocking_operators
+from .tracing import extract_module_info
 
 __all__ = [
     "HiddenParamOpRelation",
@@ -82,9 +83,7 @@ class HiddenParamOpRelation(NamedTuple):
           concat_hidden_vals: stack the states of a group on a last axis, rather than give a list.
         """
         results: list[list[Array] | Array] = []
-        for group, jaxpr, consts in zip(
-            self.hidden_groups, self.y_to_hidden_group_jaxprs, const_vals, strict=True
-        ):
+        for group, jaxpr, consts in zip(self.hidden_groups, self.y_to_hidden_group_jaxprs, const_vals, strict=True):
             values = eval_jaxpr(jaxpr, list(consts), y_val)
             results.append(group.concat_hidden(values) if concat_hidden_vals else values)
         return results
@@ -155,13 +154,14 @@ class _Finder:
         chains = self.chains(eqn)
         if chains is None:
             return None
-        path = next(iter(chains.values())).paths[0]
-        connected = self.connected(eqn, y, path)
+        paths = tuple(dict.fromkeys(path for chain in chains.values() for path in chain.paths))
+        about = {"primitive": primitive, "weight_path": paths[0], "weight_paths": paths, "y_var": y}
+        connected = self.connected(y, about)
         if not connected:
             return None
         classes = {p: self.reach.classify(y, p) for p in connected}
         groups = list({g.index: g for g in map(self.group_of.__getitem__, connected)}.values())
-        self.record_included(primitive, path, classes, groups)
+        self.record_included(about, classes, groups)
         operands = primitive.trainable_operands(eqn.params)
         states = self.analysis.minfo.retrieved_model_states
         x = None if primitive.x_index is None else eqn.invars[primitive.x_index]
@@ -198,6 +198,7 @@ class _Finder:
                     "If it should learn online, compute it from parameters (and constants) only.",
                     primitive=eqn.primitive,
                     key=key,
+                    y_var=operator_result(eqn),
                 )
                 if i == 0:
                     return None
@@ -214,34 +215,47 @@ class _Finder:
                 )
         return chains
 
-    def connected(self, eqn: JaxprEqn, y: Var, path: Path) -> list[Path]:
-        """The hidden states that ``y`` feeds directly and whose shape it fits; a record says why if there are none."""
-        about: dict[str, Any] = {"primitive": eqn.primitive, "weight_path": path}
+    def connected(self, y: Var, about: dict[str, Any]) -> list[Path]:
+        """The hidden states that ``y`` feeds directly and whose units it fits; a record says why if there are none."""
         direct = self.reach.directly(y)
-        for p in direct:
-            if not is_differentiable(self.analysis.minfo.hidden_path_to_invar[p].aval):
-                raise CompilationError(
-                    f"Parameter '{spell(path)}' acts on hidden state '{spell(p)}', whose dtype "
-                    f"{self.analysis.minfo.hidden_path_to_invar[p].aval.dtype} has no derivative. Keep it in a "
-                    "`brainstate.ShortTermState` if it needs no credit, or give it a floating dtype."
-                )
+        self.check_dtypes(direct, about)
         if not direct:
-            self.record_unconnected(eqn, y, path)
+            self.record_unconnected(y, about)
             return []
-        fitting = [p for p in direct if self.fits(y, p)]
-        dropped = [p for p in direct if p not in fitting and self.feeds(y, p)]
-        if dropped or not fitting:
-            misfits = dropped or direct
+        fed = [p for p in direct if self.feeds(y, p)]
+        if not fed:
+            self.recorder.info(
+                DiagnosticKind.RELATION_EXCLUDED_NON_TEMPORAL,
+                f"'{spell(about['weight_path'])}' acts on {', '.join(map(spell, direct))} only through operations without a "
+                "derivative (comparisons, rounding, stop_gradient): it has no gradient there. Use a surrogate "
+                "gradient if it should learn from them.",
+                hidden_paths=direct,
+                **about,
+            )
+        fitting = [p for p in fed if self.fits(y, p)]
+        misfits = [p for p in fed if p not in fitting]
+        if misfits:
             shapes = {spell(p): tuple(self.analysis.hidden[p][1].aval.shape) for p in misfits}
             self.recorder.warn(
                 DiagnosticKind.RELATION_EXCLUDED_SHAPE_MISMATCH,
-                f"'{spell(path)}' acts on {shapes} through a result of shape {tuple(y.aval.shape)} whose elements do not "
-                "belong to single units there, so no trace is kept for this path; it learns within the window. "
-                "Let each element of the result feed one unit, or use `rtrl`.",
+                f"'{spell(about['weight_path'])}' acts on {shapes} through a result of shape {tuple(y.aval.shape)} whose "
+                "elements do not belong to single units there, so no trace is kept for this path; it learns within the "
+                "window. Let each element of the result feed one unit, or use `rtrl`.",
                 hidden_paths=misfits,
                 **about,
             )
         return fitting
+
+    def check_dtypes(self, paths: list[Path], about: dict[str, Any]) -> None:
+        """Raise if a state that an operator acts on has no derivative."""
+        for p in paths:
+            aval = self.analysis.minfo.hidden_path_to_invar[p].aval
+            if not is_differentiable(aval):
+                raise CompilationError(
+                    f"Parameter '{spell(about['weight_path'])}' acts on hidden state '{spell(p)}', whose dtype {aval.dtype} "
+                    "has no derivative. Keep it in a `brainstate.ShortTermState` if it needs no credit, or give it a "
+                    "floating dtype."
+                )
 
     def feeds(self, y: Var, path: Path) -> bool:
         """Whether a small change of ``y`` changes the hidden state directly."""
@@ -251,29 +265,28 @@ class _Finder:
         """Whether the elements of ``y`` belong to units of the hidden state."""
         group = self.group_of[path]
         out = self.analysis.hidden[path][1]
-        if not self.feeds(y, path):
-            return False
-        outvars = group.hidden_outvars
-        return locate_operator(group.components, outvars, y, {out: self.analysis.patterns[out]}) is not None
+        located = locate_operator(group.components, group.hidden_outvars, y, {out: self.analysis.patterns[out]})
+        return located is not None
 
-    def record_unconnected(self, eqn: JaxprEqn, y: Var, path: Path) -> None:
-        about: dict[str, Any] = {"primitive": eqn.primitive, "weight_path": path}
-        ahead = self.reach.anyhow(y)
+    def record_unconnected(self, y: Var, about: dict[str, Any]) -> None:
+        """Say why ``y`` reaches no hidden state directly."""
+        name, ahead = spell(about["weight_path"]), self.reach.anyhow(y)
         if not ahead:
             self.recorder.info(
                 DiagnosticKind.RELATION_EXCLUDED_NON_TEMPORAL,
-                f"'{spell(path)}' reaches no hidden state: it acts on the present output only, and the gradient within "
+                f"'{name}' reaches no hidden state: it acts on the present output only, and the gradient within "
                 "the window is its whole gradient.",
                 **about,
             )
             return
         blocking = blocking_operators(self.analysis, y)
-        chains = [find_chain(self.analysis, e.invars[i]) for e in blocking for i in e.primitive.trainable_operands(e.params).values()]
+        operands = [e.invars[i] for e in blocking for i in e.primitive.trainable_operands(e.params).values()]
+        chains = [find_chain(self.analysis, operand) for operand in operands]
         weights = tuple(dict.fromkeys(p for chain in chains if chain is not None for p in chain.paths))
         names = ", ".join(f"'{spell(p)}'" for p in weights)
         self.recorder.warn(
             DiagnosticKind.RELATION_EXCLUDED_WEIGHT_TO_WEIGHT,
-            f"'{spell(path)}' reaches {', '.join(map(spell, ahead))} only through the operators of {names}, which mix the "
+            f"'{name}' reaches {', '.join(map(spell, ahead))} only through the operators of {names}, which mix the "
             "units: no trace is kept and it learns within the window. Use a longer window, or `rtrl`.",
             hidden_paths=ahead,
             blocking_primitives=tuple(e.primitive.name for e in blocking),
@@ -283,25 +296,26 @@ class _Finder:
         )
 
     def record_included(
-        self, primitive: Primitive, path: Path, classes: dict[Path, PathClassification], groups: list[HiddenGroup]
+        self, about: dict[str, Any], classes: dict[Path, PathClassification], groups: list[HiddenGroup]
     ) -> None:
-        about: dict[str, Any] = {
-            "primitive": primitive,
-            "weight_path": path,
+        """Record a relation, and which of its paths the trace does not hold."""
+        name = spell(about["weight_path"])
+        about = {
+            **about,
             "hidden_paths": list(classes),
             "hidden_group_indices": tuple(g.index for g in groups),
             "path_classification": dict(classes),
         }
         self.recorder.info(
             DiagnosticKind.RELATION_INCLUDED,
-            f"'{spell(path)}' acts on {', '.join(map(spell, classes))} through `{primitive.name}`.",
+            f"'{name}' acts on {', '.join(map(spell, classes))} through `{about['primitive'].name}`.",
             **about,
         )
         partial = [p for p, c in classes.items() if c is PathClassification.MIXED]
         if partial:
             self.recorder.warn(
                 DiagnosticKind.RELATION_PARTIAL_PATH,
-                f"'{spell(path)}' also reaches {', '.join(map(spell, partial))} through other operators; the trace holds "
+                f"'{name}' also reaches {', '.join(map(spell, partial))} through other operators; the trace holds "
                 "the direct path, the window the others.",
                 **about,
             )

@@ -15,12 +15,13 @@ from . import surrogate
 from .conv import Conv1d, Conv2d, Conv3d
 from .embedding import Embedding
 from .gated import CFNCell, GRUCell, MGUCell
+from .gif import GIF
 from .linear import GroupedLinear, Linear, LoRA, ScaledWSLinear, SignedWLinear, SparseLinear
 from .lru import LRUCell
 from .lstm import LSTMCell, URLSTMCell
 from .minimal import MiniGRU, MiniLSTM, MinimalRNNCell
 from .module import Cell, Layer
-from .neurons import ALIF, GIF, LIF, GroupALIF
+from .neurons import ALIF, LIF, GroupALIF
 from .readout import LeakyRateReadout
 from .spiking import SpikingLayer
 from .synapses import COBA, CUBA, DualExpon, Expon

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..ops import element_wise
 from .linear import Linear
-from .module import Cell, expand, split_key
+from .module import Cell, axis_sizes, expand, split_key
 
 __all__ = ["LRUCell"]
 
@@ -61,7 +61,7 @@ class LRUCell(Cell):
             raise ValueError(f"LRUCell needs 0 <= r_min < r_max <= 1, got r_min={r_min} and r_max={r_max}.")
         if not max_phase > 0:
             raise ValueError(f"LRUCell needs a positive max_phase, got {max_phase}.")
-        self.d_hidden = d_hidden
+        self.d_hidden = axis_sizes(self, "d_hidden", d_hidden)[0]
         radius_key, phase_key, b_re, b_im, c_re, c_im, d_key = split_key(key, 7)
         # The ends are left out: at radius 0 or 1 and at phase 0 the logarithms would be infinite.
         tiny = float(jnp.finfo(self.dtype).eps)
@@ -87,11 +87,11 @@ class LRUCell(Cell):
     def update(self, x: ArrayLike) -> Array:
         """One step: ``x`` in, ``y`` out."""
         x, h_re, h_im = self.check_input(x), self.h_re.value, self.h_im.value
-        radius = jnp.exp(-jnp.exp(expand(element_wise(self.nu_log.value), h_re)))
-        phase = jnp.exp(expand(element_wise(self.theta_log.value), h_re))
-        gamma = jnp.exp(expand(element_wise(self.gamma_log.value), h_re))
+        radius = jnp.exp(-jnp.exp(element_wise(jnp.broadcast_to(self.nu_log.value, h_re.shape))))
+        phase = jnp.exp(element_wise(jnp.broadcast_to(self.theta_log.value, h_re.shape)))
+        gamma = jnp.exp(element_wise(jnp.broadcast_to(self.gamma_log.value, h_re.shape)))
         a, b = radius * jnp.cos(phase), radius * jnp.sin(phase)
         self.h_re.value = a * h_re - b * h_im + gamma * self.B_re(x)
         self.h_im.value = b * h_re + a * h_im + gamma * self.B_im(x)
         y = self.C_re(self.h_re.value) - self.C_im(self.h_im.value)
-        return y + expand(element_wise(self.D.value), x) * x
+        return y + element_wise(jnp.broadcast_to(self.D.value, x.shape)) * x

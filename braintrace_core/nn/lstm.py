@@ -126,7 +126,7 @@ class URLSTMCell(Cell):
     def update(self, x: ArrayLike) -> Array:
         """One step: ``x`` in, the new ``h`` out."""
         both = jnp.concatenate([self.check_input(x), self.h.value], -1)
-        bias = expand(element_wise(self.bias.value), self.c.value)
+        bias = element_wise(jnp.broadcast_to(self.bias.value, self.c.value.shape))
         f = sigmoid(self.Wf(both) + bias)
         r = sigmoid(self.Wr(both) - bias)
         g = 2 * r * f + (1 - 2 * r) * f * f

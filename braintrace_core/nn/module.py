@@ -17,6 +17,8 @@ __all__ = [
     "Initializer",
     "Layer",
     "Size",
+    "axis_sizes",
+    "check_batch",
     "constant",
     "expand",
     "initial",
@@ -38,8 +40,8 @@ class Layer(brainstate.nn.Module):
 
     def __init__(self, in_size: Size, out_size: Size, dtype: DTypeLike | None = None) -> None:
         super().__init__()
-        self.in_size = _size(self, "in_size", in_size)
-        self.out_size = _size(self, "out_size", out_size)
+        self.in_size = axis_sizes(self, "in_size", in_size)
+        self.out_size = axis_sizes(self, "out_size", out_size)
         self.dtype = jnp.result_type(float) if dtype is None else jnp.dtype(dtype)
         if not jnp.issubdtype(self.dtype, jnp.inexact):
             raise TypeError(f"{_name(self)} needs a floating dtype, got dtype={self.dtype.name}.")
@@ -76,6 +78,12 @@ class Cell(Layer):
         """Shape of one state, batch aside."""
         return tuple(self.out_size)
 
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """The leading axes of the states: ``()`` for a single stream, ``(batch_size,)`` for a batch."""
+        state = self._state(self.state_names[0]).value
+        return state.shape[: state.ndim - len(self.state_size)]
+
     def init_state(self, batch_size: int | None = None) -> None:
         """Make the hidden states: shape ``state_size``, or ``(batch_size, *state_size)``."""
         shape = (*_batch_shape(self, batch_size), *self.state_size)
@@ -84,22 +92,14 @@ class Cell(Layer):
 
     def reset_state(self, batch_size: int | None = None) -> None:
         """Put the hidden states back to where they start; ``None`` keeps the present batch size."""
+        shape = (*(_batch_shape(self, batch_size) or self.batch_shape), *self.state_size)
         for name in self.state_names:
-            state = self._state(name)
-            batch = _batch_shape(self, batch_size) or state.value.shape[: state.value.ndim - len(self.state_size)]
-            state.value = self.first_value(name, (*batch, *self.state_size))
+            self._state(name).value = self.first_value(name, shape)
 
     def check_input(self, x: ArrayLike) -> Array:
         """As for a layer; the leading axes must also be those of the states."""
         x = super().check_input(x)
-        state = self._state(self.state_names[0]).value
-        leading = x.shape[: x.ndim - len(self.in_size)]
-        batch = state.shape[: state.ndim - len(self.state_size)]
-        if leading != batch:
-            raise ValueError(
-                f"{_name(self)} got x with leading axes {leading}, but its states have {batch}. "
-                "Call init_state(batch_size=...) with the batch of x, or init_state() for a single stream."
-            )
+        check_batch(self, x, self.batch_shape)
         return x
 
     def _state(self, name: str) -> brainstate.State:
@@ -133,11 +133,15 @@ def initial(name: str, init: Initializer, key: Array, shape: tuple[int, ...], dt
     >>> initial("w_init", jax.nn.initializers.ones, jax.random.key(0), (2,), jnp.float32).tolist()
     [1.0, 1.0]
     """
-    # Decompositions (orthogonal) do not exist in half precision.
-    value = jnp.asarray(init(key, shape, jnp.promote_types(dtype, jnp.float32)) if callable(init) else init)
+    dtype = jnp.dtype(dtype)
+    if callable(init):
+        # Decompositions (orthogonal) do not exist in half precision.
+        value = jnp.asarray(init(key, shape, dtype if dtype.itemsize > 2 else jnp.float32))
+    else:
+        value = jnp.asarray(init)
     if value.shape != shape:
         raise ValueError(f"{name} must give shape {shape}, got {value.shape}.")
-    return jax.lax.convert_element_type(value, jnp.dtype(dtype))
+    return jax.lax.convert_element_type(value, dtype)
 
 
 def constant(layer: Layer, name: str, value: ArrayLike, *, positive: bool = False) -> float | np.ndarray:
@@ -179,6 +183,16 @@ def expand(value: float | np.ndarray | Array, like: Array) -> Any:
     return jnp.broadcast_to(jnp.asarray(value, like.dtype), like.shape)
 
 
+def check_batch(layer: Layer, x: Array, batch_shape: tuple[int, ...]) -> None:
+    """An error unless ``x`` leads with the axes that the states lead with."""
+    leading = x.shape[: x.ndim - len(layer.in_size)]
+    if leading != batch_shape:
+        raise ValueError(
+            f"{_name(layer)} got x with leading axes {leading}, but its states have {batch_shape}. "
+            "Call init_state(batch_size=...) with the batch of x, or init_state() for a single stream."
+        )
+
+
 def matrix_shape(layer: Layer) -> tuple[int, int]:
     """``(in, out)`` of a layer that maps one axis to one axis; an error for others."""
     if len(layer.in_size) != 1 or len(layer.out_size) != 1:
@@ -189,7 +203,8 @@ def matrix_shape(layer: Layer) -> tuple[int, int]:
     return layer.in_size[0], layer.out_size[0]
 
 
-def _size(layer: Layer, name: str, size: Size) -> tuple[int, ...]:
+def axis_sizes(layer: Layer, name: str, size: Size) -> tuple[int, ...]:
+    """``size`` as a tuple of positive integers."""
     axes = tuple(size) if isinstance(size, Sequence) else (size,)
     if not axes or not all(isinstance(axis, (int, np.integer)) and axis > 0 for axis in axes):
         raise ValueError(f"{_name(layer)} needs {name} as a positive integer or a tuple of them, got {size!r}.")
@@ -197,7 +212,7 @@ def _size(layer: Layer, name: str, size: Size) -> tuple[int, ...]:
 
 
 def _batch_shape(layer: Layer, batch_size: int | None) -> tuple[int, ...]:
-    return () if batch_size is None else _size(layer, "batch_size", batch_size)
+    return () if batch_size is None else axis_sizes(layer, "batch_size", batch_size)
 
 
 def _name(layer: Layer) -> str:

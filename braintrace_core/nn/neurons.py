@@ -1,4 +1,4 @@
-"""Integrate-and-fire neurons: LIF, ALIF, GIF. Plain numbers; times are in the unit of ``dt``.
+"""Integrate-and-fire neurons: LIF, ALIF. Plain numbers; times are in the unit of ``dt``.
 
 A neuron keeps its membrane potential as it stood before the reset: whether it spikes is a function of its state, and
 the reset is the first thing that happens in the next step.
@@ -7,7 +7,6 @@ the reset is the first thing that happens in the next step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import ClassVar, TypedDict, Unpack
 
 import brainstate
@@ -20,7 +19,7 @@ from jax.typing import ArrayLike, DTypeLike
 from .module import Cell, Size, constant, expand
 from .surrogate import Surrogate, Triangular
 
-__all__ = ["ALIF", "GIF", "LIF", "GroupALIF"]
+__all__ = ["ALIF", "LIF", "Current", "GroupALIF", "Membrane"]
 
 Current = ArrayLike | Callable[[Array], Array]
 
@@ -44,13 +43,15 @@ class LIF(Cell):
 
         tau dV/dt = -(V - V_rest) + R I,   a spike where V reaches V_th,   then V goes down by V_th - V_reset
 
-    solved exactly over a step of constant current. With ``z = (V >= V_th)`` and ``A = exp(-dt / tau)``::
+    solved exactly over a step. With ``z = (V >= V_th)`` and ``A = exp(-dt / tau)``::
 
         V' = A (V - (V_th - V_reset) z) + (1 - A) (V_rest + R current) + delta
 
     ``current``, ``delta`` (a jump of the potential, what delta synapses give) and the spikes that a step returns have
-    the shape of ``V``, ``(*size)`` or ``(batch, *size)``. ``current`` may be a number, or a function of the potential
-    after the reset, called once in each step.
+    the shape of ``V``, ``(*size)`` or ``(batch, *size)``. ``current`` may also be a number, or a function of ``V``
+    unit by unit: conductances add to the leak. It is taken as linear in ``V`` over the step (exponential Euler)::
+
+        V' = V_inf + A^(1 - R s) (V - V_inf),   s = dI/dV,   V_inf = (V_rest + R (I(V) - s V)) / (1 - R s)
 
     Main arguments:
       size: number of neurons, or the shape of a sheet of them.
@@ -91,7 +92,7 @@ class LIF(Cell):
         self.V_reset = constant(self, "V_reset", V_reset)
         self.V_rest = constant(self, "V_rest", V_rest)
         self.R = constant(self, "R", R)
-        self.decay = np.exp(-constant(self, "dt", dt, positive=True) / constant(self, "tau", tau, positive=True))
+        self.rate = constant(self, "dt", dt, positive=True) / constant(self, "tau", tau, positive=True)
         if np.any(self.V_th <= self.V_reset):
             raise ValueError(f"{type(self).__name__} needs V_th above V_reset, got {V_th} and {V_reset}.")
         self.surrogate = surrogate
@@ -135,8 +136,15 @@ class LIF(Cell):
         return V + (expand(self.V_reset, V) - V) * z
 
     def _membrane(self, V: Array, current: Current, delta: ArrayLike | None) -> Array:
-        drive = expand(self.V_rest, V) + expand(self.R, V) * self._input(current(V) if callable(current) else current)
-        V = expand(self.decay, V) * V + expand(1 - self.decay, V) * drive
+        rest, R = expand(self.V_rest, V), expand(self.R, V)
+        if callable(current):
+            value, slope = jax.jvp(current, (V,), (jnp.ones_like(V),))
+            leak = 1 - R * slope
+            A = jnp.exp(-expand(self.rate, V) * leak)
+            drive = (rest + R * (value - slope * V)) / leak
+        else:
+            A, drive = expand(np.exp(-self.rate), V), rest + R * self._input(current)
+        V = A * V + (1 - A) * drive
         return V if delta is None else V + self._input(delta)
 
     def _input(self, value: ArrayLike) -> Array | float:
@@ -221,79 +229,3 @@ class GroupALIF(ALIF):
     def write(self, *values: Array) -> None:
         """Set ``V`` and ``a``."""
         self._state("state").value = jnp.stack(values, -1)
-
-
-class GIF(LIF):
-    """The generalised integrate-and-fire neuron (Mihalas and Niebur 2009): a moving threshold, two inner currents.
-
-    Between spikes, with ``theta`` the threshold::
-
-        dI1/dt = -k1 I1,   dI2/dt = -k2 I2,   dtheta/dt = a (V - V_rest) - b (theta - V_th)
-        tau dV/dt = -(V - V_rest) + R (I1 + I2 + current)
-
-    and at a spike, ``V >= theta``::
-
-        V -> V_reset,   I1 -> R1 I1 + A1,   I2 -> R2 I2 + A2,   theta -> max(theta, theta_reset)
-
-    A step does the jumps, then solves each equation exactly with the others held (exponential Euler): ``I1`` and
-    ``I2`` first, ``theta`` with the old ``V``, ``V`` with the new currents. Shapes and other arguments as for
-    :class:`LIF`; ``V_th`` is where ``theta`` starts and rests, ``a``, ``b``, ``k1``, ``k2`` are rates.
-
-    >>> neuron = GIF(1, tau=5.0, A2=-1.0)
-    >>> neuron.init_state()
-    >>> [float(neuron(current=6.0)[0]) for _ in range(5)]
-    [1.0, 0.0, 1.0, 0.0, 1.0]
-    """
-
-    state_names = ("V", "theta", "I1", "I2")
-
-    def __init__(
-        self,
-        size: Size,
-        *,
-        theta_reset: ArrayLike = 1.0,
-        a: ArrayLike = 0.005,
-        b: ArrayLike = 0.01,
-        k1: ArrayLike = 0.2,
-        k2: ArrayLike = 0.02,
-        R1: ArrayLike = 0.0,
-        R2: ArrayLike = 1.0,
-        A1: ArrayLike = 0.0,
-        A2: ArrayLike = -0.1,
-        dt: float = 1.0,
-        reset: str = "hard",
-        **membrane: Unpack[Membrane],
-    ) -> None:
-        super().__init__(size, dt=dt, reset=reset, **membrane)
-        self.theta_reset = constant(self, "theta_reset", theta_reset)
-        self.a = constant(self, "a", a)
-        self.b = constant(self, "b", b, positive=True)
-        self.R1, self.A1 = constant(self, "R1", R1), constant(self, "A1", A1)
-        self.R2, self.A2 = constant(self, "R2", R2), constant(self, "A2", A2)
-        self.decay_theta = np.exp(-dt * self.b)
-        self.decay_1 = np.exp(-dt * constant(self, "k1", k1, positive=True))
-        self.decay_2 = np.exp(-dt * constant(self, "k2", k2, positive=True))
-
-    def first_value(self, name: str, shape: tuple[int, ...]) -> Array:
-        """``V`` and ``theta`` start at rest, the currents at zero."""
-        value = super().first_value(name, shape)
-        return value + expand(self.V_th, value) if name == "theta" else value
-
-    def update(self, current: Current = 0.0, delta: ArrayLike | None = None) -> Array:
-        """One step: current and jump of the membrane in, spikes out."""
-        V, theta, I1, I2 = values = self.read()
-        z = self._spikes(*values)
-        V = self._reset(V, z)
-        at = partial(expand, like=V)
-        I1 = at(self.decay_1) * (I1 + z * (at(self.R1) * I1 + at(self.A1) - I1))
-        I2 = at(self.decay_2) * (I2 + z * (at(self.R2) * I2 + at(self.A2) - I2))
-        theta = theta + z * jax.nn.relu(at(self.theta_reset) - theta)
-        rest = at(self.V_th) + at(self.a / self.b) * (V - at(self.V_rest))
-        theta = rest + at(self.decay_theta) * (theta - rest)
-        outer = self._input(current(V) if callable(current) else current)
-        V = self._membrane(V, I1 + I2 + outer, delta)
-        self.write(V, theta, I1, I2)
-        return self._spikes(V, theta)
-
-    def _threshold(self, *values: Array) -> Array:
-        return values[1]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import brainstate
+import numpy as np
 from jax import Array
 from jax.nn import initializers
 from jax.typing import ArrayLike, DTypeLike
 
 from ..ops import matmul
-from .module import Cell, Initializer, Size, initial, matrix_shape, split_key
+from .module import Cell, Initializer, Size, constant, expand, initial, matrix_shape, split_key
 
 __all__ = ["LeakyRateReadout"]
 
@@ -27,7 +26,7 @@ class LeakyRateReadout(Cell):
 
     Main arguments:
       in_size, out_size: ``in`` and ``out``.
-      tau, dt: time constant and time step, in the same unit.
+      tau, dt: time constant (a number, or one for each output) and time step, in the same unit.
       key: a JAX key for the first values; ``None`` stands for ``jax.random.key(0)``.
 
     Further arguments:
@@ -48,19 +47,18 @@ class LeakyRateReadout(Cell):
         in_size: Size,
         out_size: Size,
         *,
-        tau: float = 5.0,
+        tau: ArrayLike = 5.0,
         dt: float = 1.0,
         w_init: Initializer = _HE,
         dtype: DTypeLike | None = None,
         key: Array | None = None,
     ) -> None:
         super().__init__(in_size, out_size, dtype)
-        if not (tau > 0 and dt > 0):
-            raise ValueError(f"LeakyRateReadout needs positive tau and dt, got tau={tau} and dt={dt}.")
-        self.decay = math.exp(-dt / tau)
+        self.decay = np.exp(-constant(self, "dt", dt, positive=True) / constant(self, "tau", tau, positive=True))
         self.W = brainstate.ParamState(initial("w_init", w_init, split_key(key, 1)[0], matrix_shape(self), self.dtype))
 
     def update(self, x: ArrayLike) -> Array:
         """One step: ``x`` in, the new ``r`` out."""
-        self.r.value = self.decay * self.r.value + matmul(self.check_input(x), self.W.value)
+        x = self.check_input(x)
+        self.r.value = expand(self.decay, self.r.value) * self.r.value + matmul(x, self.W.value)
         return self.r.value

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import Array
-from jax.nn import initializers
 from jax.typing import ArrayLike
 
-from .linear import Linear
-from .module import Initializer, Layer, Size, matrix_shape
+from .linear import Linear, SignedWLinear
+from .module import Layer, Size, check_batch, matrix_shape
 from .neurons import LIF
 from .synapses import COBA, CUBA, DualExpon, Expon
 
 __all__ = ["SpikingLayer"]
 
 _CUBA = CUBA()
-_HE = initializers.he_normal()
 
 
 class SpikingLayer(Layer):
@@ -23,21 +21,22 @@ class SpikingLayer(Layer):
 
         s = W [x, z]
         without a synapse (delta):   the membrane jumps by s
-        with one:                    g = synapse(s),   current = output(g, V)
+        with one:                    g = synapse(s),   the current is output(g, V)
 
-    ``V`` is the membrane potential at the beginning of the step, after the reset. ``x`` has shape ``(in,)`` or
-    ``(batch, in)``, the spikes that a step returns ``(n,)`` or ``(batch, n)``. ``W`` is a :class:`Linear`.
+    ``x`` has shape ``(in,)`` or ``(batch, in)``, the spikes that a step returns ``(n,)`` or ``(batch, n)``.
 
     Main arguments:
       in_size: ``in``.
       neuron: the ``n`` neurons, such as ``LIF(n)``, ``ALIF(n)``; its dtype is the layer's.
       synapse: ``Expon(n)``, ``DualExpon(n)``, or ``None`` for delta synapses.
-      output: ``CUBA()`` or ``COBA(E)``; what the synapse does to the membrane.
-      key: a JAX key for the first values; ``None`` stands for ``jax.random.key(0)``.
+      output: what the synapse does to the membrane, ``CUBA()`` or ``COBA(E)``.
+      key: a JAX key for the first weights; ``None`` stands for ``jax.random.key(0)``.
 
     Further arguments:
       recurrent: ``False`` for ``s = W x``.
-      w_init, b_init: functions of ``(key, shape, dtype)`` or arrays; ``b_init=None`` for no bias.
+      W: the weights, any layer from ``in + n`` (``in`` if not recurrent) to ``n``. ``None`` for a :class:`Linear`
+        without bias, or for a :class:`SignedWLinear` with ``COBA``: conductances must not be negative (nor ``x``),
+        else the membrane runs away.
 
     >>> from braintrace_core.nn import ALIF
     >>> delta = SpikingLayer(3, LIF(4, tau=10.0))
@@ -55,19 +54,21 @@ class SpikingLayer(Layer):
         output: CUBA | COBA = _CUBA,
         *,
         recurrent: bool = True,
-        w_init: Initializer = _HE,
-        b_init: Initializer | None = None,
+        W: Layer | None = None,
         key: Array | None = None,
     ) -> None:
         super().__init__(in_size, neuron.out_size, neuron.dtype)
         size_in, size = matrix_shape(self)
-        if synapse is not None and (synapse.out_size, synapse.dtype) != (neuron.out_size, neuron.dtype):
-            raise ValueError(
-                f"SpikingLayer needs a synapse like its neuron, {neuron.dtype.name}{tuple(neuron.out_size)}, "
-                f"got {synapse.dtype.name}{tuple(synapse.out_size)}."
-            )
         sources = size_in + size if recurrent else size_in
-        self.W = Linear(sources, size, w_init=w_init, b_init=b_init, dtype=self.dtype, key=key)
+        if W is None:
+            if isinstance(output, COBA):
+                W = SignedWLinear(sources, size, dtype=self.dtype, key=key)
+            else:
+                W = Linear(sources, size, b_init=None, dtype=self.dtype, key=key)
+        _check_part(self, "W", W, (sources,))
+        if synapse is not None:
+            _check_part(self, "synapse", synapse, (size,))
+        self.W = W
         self.neuron = neuron
         self.synapse = synapse
         self.output = output
@@ -88,8 +89,19 @@ class SpikingLayer(Layer):
     def update(self, x: ArrayLike) -> Array:
         """One step: ``x`` in, spikes out."""
         x = self.check_input(x)
+        check_batch(self, x, self.neuron.batch_shape)
         s = self.W(jnp.concatenate([x, self.neuron.spikes()], -1) if self.recurrent else x)
         if self.synapse is None:
             return self.neuron(delta=s)
-        g = self.synapse(s)
-        return self.neuron(lambda V: self.output(g, V))
+        g, output = self.synapse(s), self.output
+        return self.neuron(output(g) if isinstance(output, CUBA) else lambda V: output(g, V))
+
+
+def _check_part(layer: SpikingLayer, name: str, part: Layer, in_size: tuple[int, ...]) -> None:
+    found = (tuple(part.in_size), tuple(part.out_size), part.dtype)
+    expected = (in_size, tuple(layer.out_size), layer.dtype)
+    if found != expected:
+        raise ValueError(
+            f"SpikingLayer needs {name} from {expected[0]} to {expected[1]} of dtype {expected[2].name}, "
+            f"got {found[0]} to {found[1]} of dtype {found[2].name}."
+        )

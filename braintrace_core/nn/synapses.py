@@ -89,14 +89,14 @@ class DualExpon(Cell):
 class CUBA:
     """A current that does not depend on the membrane: ``scale * conductance`` (Brette et al. 2007).
 
-    >>> CUBA(scale=2.0)(3.0, potential=0.5)
+    >>> CUBA(scale=2.0)(3.0)
     6.0
     """
 
     scale: float = 1.0
 
-    def __call__(self, conductance: Array, potential: Array) -> Array:
-        """The current for a conductance and a membrane potential, arrays of one shape."""
+    def __call__(self, conductance: Array, potential: Array | None = None) -> Array:
+        """The current for a conductance; the membrane potential plays no part."""
         del potential
         return self.scale * conductance
 

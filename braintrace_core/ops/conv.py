@@ -6,12 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
 from .bias import add_bias, bias_operands
+from .conv_trace import ConvTrace
 from .hooks import prepare
 from .primitive import register_primitive
+from .trace_rules import EinsumTrace, OperatorTraces, TraceRule, letters_of
 
 __all__ = ["conv", "etp_conv_p"]
 
@@ -85,7 +88,7 @@ def conv(
             for axis, dilation in zip(layout.rhs_spec[2:], rhs_dilation, strict=True)
         ]
         padding = lax.padtype_to_pads([sizes[axis] for axis in layout.lhs_spec[2:]], window, strides, padding)
-    elif len(padding) != spatial or any(len(pair) != 2 for pair in padding):
+    elif np.shape(padding) != (spatial, 2):
         raise ValueError(
             f"conv needs padding as {spatial} pairs (low, high), one for each spatial axis, got {padding}."
         )
@@ -139,3 +142,18 @@ def _trainable(*, has_bias: bool, **_: Any) -> dict[str, int]:
 
 
 etp_conv_p = register_primitive("etp_conv", _conv, trainable=_trainable)
+
+
+def _traces(params: dict[str, Any], operands: Sequence[Any], y: Any) -> OperatorTraces | None:
+    if params["batch_group_count"] != 1:
+        return None
+    _, kernel, *biases = operands
+    weight = ConvTrace(params, kernel, y.shape)
+    rules: dict[str, TraceRule] = {"weight": weight}
+    if params["has_bias"]:
+        axes, sizes = letters_of(y.shape)
+        rules["bias"] = EinsumTrace(f",{axes[weight.feature]}->{axes}", sizes, biases[0].dtype)
+    return OperatorTraces(rules)
+
+
+etp_conv_p.traces = _traces

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
 
+from .bias import add_bias, bias_operands
 from .hooks import prepare
 from .primitive import register_primitive
+from .trace_rules import LEAD, OperatorTraces, einsum_traces
 
 __all__ = ["etp_mm_p", "etp_mv_p", "matmul"]
 
@@ -43,13 +45,9 @@ def matmul(
         raise ValueError(
             f"matmul needs x of shape (..., in) and weight of shape (in, out), got {x.shape} and {weight.shape}."
         )
-    operands = [x, weight]
-    if bias is not None:
-        operands.append(prepare(bias, bias_fn))
-        if operands[2].shape != weight.shape[1:]:
-            raise ValueError(f"matmul needs bias of shape {weight.shape[1:]}, got {operands[2].shape}.")
+    biases = bias_operands("matmul", bias, bias_fn, weight.shape[1:])
     primitive = etp_mv_p if x.ndim == 1 else etp_mm_p
-    return primitive.bind(*operands, has_bias=bias is not None, precision=None, preferred_element_type=None)
+    return primitive.bind(x, weight, *biases, has_bias=bool(biases), precision=None, preferred_element_type=None)
 
 
 def _matmul(
@@ -58,7 +56,7 @@ def _matmul(
     del has_bias
     contract = (((x.ndim - 1,), (0,)), ((), ()))
     y = lax.dot_general(x, weight, contract, precision=precision, preferred_element_type=preferred_element_type)
-    return y if bias is None else y + lax.broadcast_in_dim(bias, y.shape, (y.ndim - 1,)).astype(y.dtype)
+    return add_bias(y, bias, (y.ndim - 1,))
 
 
 def _trainable(*, has_bias: bool, **_: Any) -> dict[str, int]:
@@ -68,3 +66,11 @@ def _trainable(*, has_bias: bool, **_: Any) -> dict[str, int]:
 etp_mv_p = register_primitive("etp_mv", _matmul, trainable=_trainable)
 etp_mm_p = register_primitive("etp_mm", _matmul, trainable=_trainable)
 etp_mv_p.batch_into = etp_mm_p.batch_into = etp_mm_p
+
+
+def _traces(params: dict[str, Any], operands: Sequence[Any], y: Any) -> OperatorTraces:
+    lead = LEAD[: y.ndim - 1]
+    return einsum_traces(f"{lead}i,io->{lead}o", operands, "o" if params["has_bias"] else None)
+
+
+etp_mv_p.traces = etp_mm_p.traces = _traces

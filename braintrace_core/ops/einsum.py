@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from .hooks import prepare
 from .primitive import register_primitive
+from .trace_rules import OperatorTraces, einsum_traces
 
 __all__ = ["einsum", "etp_einsum_p"]
 
@@ -88,3 +89,11 @@ def _einsum(x: Array, weight: Array, *, equation: str, precision: Any, preferred
 
 
 etp_einsum_p = register_primitive("etp_einsum", _einsum, trainable={"weight": 1})
+
+
+def _traces(params: dict[str, Any], operands: Sequence[Any], y: Any) -> OperatorTraces:
+    del y
+    return einsum_traces(params["equation"], operands)
+
+
+etp_einsum_p.traces = _traces

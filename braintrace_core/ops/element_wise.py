@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from jax import Array
 from jax.typing import ArrayLike
 
 from .hooks import prepare
 from .primitive import register_primitive
+from .trace_rules import EinsumTrace, OperatorTraces, letters_of
 
 __all__ = ["element_wise", "etp_elemwise_p"]
 
@@ -36,3 +38,13 @@ etp_elemwise_p = register_primitive(
     "etp_elemwise", _identity, trainable={"weight": 0}, x_index=None, gradient_enabled=True
 )
 etp_elemwise_p.batch_into = etp_elemwise_p
+
+
+def _traces(params: dict[str, Any], operands: Sequence[Any], y: Any) -> OperatorTraces:
+    del params
+    (weight,) = operands
+    axes, sizes = letters_of(y.shape)
+    return OperatorTraces({"weight": EinsumTrace(f",{axes}->{axes}", sizes, weight.dtype)})
+
+
+etp_elemwise_p.traces = _traces

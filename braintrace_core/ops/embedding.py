@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from .hooks import prepare
 from .primitive import register_primitive
+from .trace_rules import EmbeddingTrace, OperatorTraces
 
 __all__ = ["embedding", "etp_embedding_p"]
 
@@ -59,3 +60,12 @@ def _embedding(indices: Array, weight: Array, *, mode: Any) -> Array:
 
 etp_embedding_p = register_primitive("etp_embedding", _embedding, trainable={"weight": 1})
 etp_embedding_p.batch_into = etp_embedding_p
+
+
+def _traces(params: dict[str, Any], operands: Sequence[Any], y: Any) -> OperatorTraces:
+    del params, y
+    indices, weight = operands
+    return OperatorTraces({"weight": EmbeddingTrace(indices.shape, weight)})
+
+
+etp_embedding_p.traces = _traces

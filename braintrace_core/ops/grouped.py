@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 from .bias import add_bias, bias_operands
 from .hooks import prepare
 from .primitive import register_primitive
+from .trace_rules import LEAD, OperatorTraces, einsum_traces
 
 __all__ = ["etp_grouped_mm_p", "etp_grouped_mv_p", "grouped_matmul"]
 
@@ -68,3 +69,11 @@ def _trainable(*, has_bias: bool, **_: Any) -> dict[str, int]:
 etp_grouped_mv_p = register_primitive("etp_grouped_mv", _grouped_matmul, trainable=_trainable)
 etp_grouped_mm_p = register_primitive("etp_grouped_mm", _grouped_matmul, trainable=_trainable)
 etp_grouped_mv_p.batch_into = etp_grouped_mm_p.batch_into = etp_grouped_mm_p
+
+
+def _traces(params: dict[str, Any], operands: Sequence[Any], y: Any) -> OperatorTraces:
+    lead = LEAD[: y.ndim - 2]
+    return einsum_traces(f"{lead}gi,gio->{lead}go", operands, "go" if params["has_bias"] else None)
+
+
+etp_grouped_mv_p.traces = etp_grouped_mm_p.traces = _traces

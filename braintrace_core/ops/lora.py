@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
@@ -13,6 +14,7 @@ from jax.typing import ArrayLike
 from .bias import add_bias, bias_operands
 from .hooks import prepare
 from .primitive import register_primitive
+from .trace_rules import LEAD, OperatorTraces, einsum_traces
 
 __all__ = ["etp_lora_mm_p", "etp_lora_mv_p", "lora_matmul"]
 
@@ -72,3 +74,24 @@ def _trainable(*, has_bias: bool, **_: Any) -> dict[str, int]:
 etp_lora_mv_p = register_primitive("etp_lora_mv", _lora_matmul, trainable=_trainable)
 etp_lora_mm_p = register_primitive("etp_lora_mm", _lora_matmul, trainable=_trainable)
 etp_lora_mv_p.batch_into = etp_lora_mm_p.batch_into = etp_lora_mm_p
+
+
+def _traces(params: dict[str, Any], operands: Sequence[Any], y: Any) -> OperatorTraces:
+    # One trace for the product B A: it is smaller than one for each factor, and both get their gradient from it.
+    x, B, A, *biases = operands
+    product = jax.ShapeDtypeStruct((B.shape[0], A.shape[1]), jnp.result_type(B.dtype, A.dtype))
+    lead = LEAD[: y.ndim - 1]
+    dense = einsum_traces(f"{lead}i,io->{lead}o", [x, product, *biases], "o" if params["has_bias"] else None)
+
+    def to_operands(gradients: Mapping[str, Array]) -> dict[str, Array]:
+        found = dict(gradients)
+        if "weight" in found:
+            of_product = params["alpha"] * found.pop("weight")
+            found["lora_b"] = of_product @ A.T
+            found["lora_a"] = B.T @ of_product
+        return found
+
+    return OperatorTraces(dense.rules, to_operands)
+
+
+etp_lora_mv_p.traces = etp_lora_mm_p.traces = _traces

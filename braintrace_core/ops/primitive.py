@@ -30,6 +30,7 @@ class ETPPrimitive(Primitive):
         boundaries: the recurrence is cut there.
       batch_into: the primitive that this one becomes when ``x`` alone gains a leading axis; ``None`` to keep the
         primitive and record the mapped axes in its ``vmapped`` parameter.
+      traces: ``(params, operands, y) -> OperatorTraces``, the operator's trace rules; None for the general fallback.
     """
 
     function: Callable[..., Any]
@@ -37,6 +38,7 @@ class ETPPrimitive(Primitive):
     y_index: int
     gradient_enabled: bool
     batch_into: ETPPrimitive | None
+    traces: Callable[..., Any] | None
 
     def __init__(
         self,
@@ -48,7 +50,7 @@ class ETPPrimitive(Primitive):
         y_index: int,
         gradient_enabled: bool,
         multiple_results: bool,
-    ):
+    ) -> None:
         super().__init__(name)
         self.function = function
         self.x_index = x_index
@@ -56,6 +58,7 @@ class ETPPrimitive(Primitive):
         self.gradient_enabled = gradient_enabled
         self.multiple_results = multiple_results
         self.batch_into = None
+        self.traces = None
         self._trainable = trainable
 
     def trainable_operands(self, params: Mapping[str, Any]) -> dict[str, int]:
@@ -69,7 +72,9 @@ class ETPPrimitive(Primitive):
         function = partial(self.function, **params)
         for in_axes in vmapped:
             function = jax.vmap(function, in_axes)
-        return function(*operands)
+        results = function(*operands)
+        # A list, as JAX returns while tracing: code that runs both ways sees one structure.
+        return list(results) if self.multiple_results else results
 
 
 def register_primitive(
@@ -84,13 +89,13 @@ def register_primitive(
 ) -> ETPPrimitive:
     """Make an ETP primitive from a plain JAX function.
 
-    Main arguments:
+    Main Arguments:
       name: the primitive's name in jaxprs and reports, by custom ``etp_...``.
       function: ``function(*operands, **params) -> y``; ``params`` are hashable and static.
       trainable: key name -> operand index (``{"weight": 1}``), or a function of ``params`` that gives it.
       x_index: the operand that is the input ``x``, or ``None``.
 
-    Other arguments:
+    Other Arguments:
       y_index: the result that is ``y``, if ``function`` returns several.
       gradient_enabled: whether credit may pass through the operator to a hidden state behind it.
       multiple_results: whether ``function`` returns a tuple.

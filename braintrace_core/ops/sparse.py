@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from .bias import add_bias, bias_operands
 from .hooks import prepare
 from .primitive import register_primitive
+from .trace_rules import EinsumTrace, OperatorTraces, SparseTrace, TraceRule, letters_of
 
 __all__ = ["etp_sp_mm_p", "etp_sp_mv_p", "sparse_matmul"]
 
@@ -43,7 +44,9 @@ def sparse_matmul(
     [60.0, 10.0]
     """
     x, weight = jnp.asarray(x), prepare(weight, weight_fn)
-    rows, cols, shape = _places(structure)
+    # At compile time where it can be: otherwise a scan over time would do it again in each step.
+    with jax.ensure_compile_time_eval():
+        rows, cols, shape = _places(structure)
     if x.ndim < 1 or x.shape[-1] != shape[0]:
         raise ValueError(f"sparse_matmul needs x of shape (..., {shape[0]}) for a matrix {shape}, got {x.shape}.")
     if weight.shape != rows.shape:
@@ -66,7 +69,8 @@ def _places(structure: Any) -> tuple[Array, Array, tuple[int, int]]:
     if is_tuple:
         rows, cols = structure[:2]
     elif hasattr(structure, "indptr"):
-        rows, cols = _expand(structure.indptr, len(structure.indices)), structure.indices
+        lengths, cols = jnp.diff(jnp.asarray(structure.indptr)), structure.indices
+        rows = jnp.repeat(jnp.arange(len(lengths)), lengths, total_repeat_length=len(cols))
         if any("csc" in base.__name__.lower() for base in type(structure).__mro__):
             rows, cols = cols, rows
     elif hasattr(structure, "row"):
@@ -86,13 +90,6 @@ def _places(structure: Any) -> tuple[Array, Array, tuple[int, int]]:
             f"got {rows.dtype}{rows.shape} and {cols.dtype}{cols.shape}."
         )
     return rows, cols, (int(shape[0]), int(shape[1]))
-
-
-def _expand(pointers: ArrayLike, entries: int) -> Array:
-    # At compile time where it can be: otherwise a scan over time would do it again in each step.
-    with jax.ensure_compile_time_eval():
-        lengths = jnp.diff(jnp.asarray(pointers))
-        return jnp.repeat(jnp.arange(lengths.shape[0]), lengths, total_repeat_length=entries)
 
 
 def _sparse_matmul(
@@ -129,3 +126,15 @@ def _trainable(*, has_bias: bool, **_: Any) -> dict[str, int]:
 etp_sp_mv_p = register_primitive("etp_sp_mv", _sparse_matmul, trainable=_trainable)
 etp_sp_mm_p = register_primitive("etp_sp_mm", _sparse_matmul, trainable=_trainable)
 etp_sp_mv_p.batch_into = etp_sp_mm_p.batch_into = etp_sp_mm_p
+
+
+def _traces(params: dict[str, Any], operands: Sequence[Any], y: Any) -> OperatorTraces:
+    x, weight, rows, cols, *biases = operands
+    rules: dict[str, TraceRule] = {"weight": SparseTrace(x.shape[:-1], weight, rows, cols)}
+    if params["has_bias"]:
+        axes, sizes = letters_of(y.shape)
+        rules["bias"] = EinsumTrace(f",{axes[-1]}->{axes}", sizes, biases[0].dtype)
+    return OperatorTraces(rules)
+
+
+etp_sp_mv_p.traces = etp_sp_mm_p.traces = _traces

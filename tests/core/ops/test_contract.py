@@ -9,7 +9,22 @@ import jax.test_util
 import numpy as np
 import pytest
 
+from braintrace_core import ops
+
 F64 = jnp.float64
+# What an operator becomes when its first operand alone gains an axis; the others record the axis.
+BATCH_INTO = {
+    ops.etp_mv_p: ops.etp_mm_p,
+    ops.etp_mm_p: ops.etp_mm_p,
+    ops.etp_elemwise_p: ops.etp_elemwise_p,
+    ops.etp_embedding_p: ops.etp_embedding_p,
+    ops.etp_grouped_mv_p: ops.etp_grouped_mm_p,
+    ops.etp_grouped_mm_p: ops.etp_grouped_mm_p,
+    ops.etp_lora_mv_p: ops.etp_lora_mm_p,
+    ops.etp_lora_mm_p: ops.etp_lora_mm_p,
+    ops.etp_sp_mv_p: ops.etp_sp_mm_p,
+    ops.etp_sp_mm_p: ops.etp_sp_mm_p,
+}
 
 
 def assert_close(actual, expected, rtol=1e-9):
@@ -34,6 +49,7 @@ def test_mark(case, marks):
     assert eqn.primitive is case.primitive
     assert eqn.primitive.trainable_operands(eqn.params) == case.trainable
     hash(tuple(sorted(eqn.params.items())))  # jit and the compiler use params as keys
+    assert ops.is_boundary(eqn.primitive) == (case.name != "element_wise")
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64, jnp.bfloat16, jnp.complex64, jnp.complex128])
@@ -46,6 +62,25 @@ def test_dtype_is_the_plain_one(case, dtype):
     # Judged by size: a result that nearly cancels keeps the rounding of what went into it.
     scale = 1 + float(jnp.abs(expected).max())
     np.testing.assert_allclose(y.astype(wide), expected.astype(wide), rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.loose_promotion
+@pytest.mark.parametrize("dtype", [jnp.bool_, jnp.int8, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "case", ["matmul-batch", "grouped", "einsum-heads", "conv", "conv-2d-groups", "sparse-batch", "lora"], indirect=True
+)
+def test_spikes_have_their_own_dtype(case, dtype):
+    """The input may be narrower than the parameters."""
+    x, *rest = case.operands(jnp.float32)
+    x = (x > 0).astype(dtype)
+
+    def loss(weight, x):
+        return jnp.sum(jnp.sin(case.operator(x, weight, *rest[1:])))
+
+    y, expected = case.operator(x, *rest), case.operator(x.astype(jnp.float32), *rest)
+    assert_close(y, expected, rtol=1e-6)
+    gradients = (jax.jit(jax.grad(loss))(rest[0], value) for value in (x, x.astype(jnp.float32)))
+    assert_close(*gradients, rtol=1e-5)
 
 
 def test_gradients_are_the_plain_ones(case):
@@ -115,11 +150,12 @@ def test_vmap_is_a_loop(case, marks, axis):
     operands, in_axes = zip(*(stacked(case.operands(F64), mapped, axis) for mapped in choices), strict=True)
     batched = [jax.vmap(case.operator, axes) for axes in in_axes]
     assert_close(outcomes(batched, operands), outcomes([loop(case.plain, axes) for axes in in_axes], operands))
+    many = BATCH_INTO.get(case.primitive)
     for mapped, function, values in zip(choices, batched, operands, strict=True):
         (eqn,) = marks(function, *values)
         assert eqn.primitive.trainable_operands(eqn.params) == case.trainable
-        if mapped == (case.primitive.x_index or 0,) and case.primitive.batch_into is not None:
-            assert eqn.primitive is case.primitive.batch_into
+        if many is not None and mapped == (0,):
+            assert eqn.primitive is many
             assert "vmapped" not in eqn.params
         else:
             assert eqn.primitive is case.primitive

@@ -1,0 +1,200 @@
+"""Schedule: one step cut into parts by what they depend on, so that a window runs each part as it is best run.
+
+- *parameters*: made of parameters alone; once a window.
+- *inputs*: made of the step's inputs too, but of no state; for all steps of a window at once.
+- *recurrence*: needed for the next state; step by step.
+- *outputs*: what is left of the step's results; for all steps at once.
+- *local*: operators' inputs and what the factors ask for, from what a window recorded; for all steps at once.
+
+Operators are the only places where a trainable operand acts, so the gradient of a window is taken with respect to
+operators' results, and each operand's gradient is formed afterwards as one product over time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from .._compat import JaxprEqn, Literal, Var
+from ..ops import is_etp
+from .analysis import StepAnalysis, operator_result
+from .module_info import is_differentiable
+
+__all__ = ["Operator", "Part", "Schedule", "schedule_step"]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Some equations of a step.
+
+    Attributes:
+      eqns: the equations, in order.
+      reads: the variables that they need from elsewhere.
+      writes: the variables that others need from them.
+    """
+
+    eqns: tuple[JaxprEqn, ...]
+    reads: tuple[Var, ...]
+    writes: tuple[Var, ...]
+
+    def run(self, values: Mapping[Var, Any], handle: Callable[[JaxprEqn, list[Any]], list[Any]]) -> list[Any]:
+        """Values for ``writes`` from values for ``reads``; ``handle`` runs one equation on its inputs."""
+        env = dict(values)
+        for eqn in self.eqns:
+            operands = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
+            env.update(zip(eqn.outvars, handle(eqn, operands), strict=True))
+        return [env[v] for v in self.writes]
+
+
+@dataclass(frozen=True, eq=False)
+class Operator:
+    """An operator's equation with its trainable operands.
+
+    Attributes:
+      eqn: the equation.
+      x: its input; None if it has none.
+      y: its result.
+      operands: key name -> variable of each trainable operand that is made of parameters alone.
+    """
+
+    eqn: JaxprEqn
+    x: Any
+    y: Var
+    operands: dict[str, Var]
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """The parts of a step.
+
+    Attributes:
+      parameters, inputs, recurrence, outputs, local: see the head of this file.
+      frontier: the variables made of parameters (and constants) alone that other parts read.
+      direct: those of them that something other than a trainable operand reads.
+      operators: all operators with trainable operands.
+      recorded: what a window keeps of each step, the states before it among it; the rest can be recomputed.
+    """
+
+    parameters: Part
+    inputs: Part
+    recurrence: Part
+    outputs: Part
+    local: Part
+    frontier: tuple[Var, ...]
+    direct: tuple[Var, ...]
+    operators: tuple[Operator, ...]
+    recorded: tuple[Var, ...]
+
+    @cached_property
+    def next_states(self) -> Part:
+        """Inputs and recurrence as one part: the next states from the present ones and the inputs."""
+        made = {v for part in (self.inputs, self.recurrence) for v in part.writes}
+        reads = dict.fromkeys(v for v in (*self.inputs.reads, *self.recurrence.reads) if v not in made)
+        writes = dict.fromkeys((*self.inputs.writes, *self.recurrence.writes))
+        return Part((*self.inputs.eqns, *self.recurrence.eqns), tuple(reads), tuple(writes))
+
+
+def schedule_step(analysis: StepAnalysis, factor_variables: Iterable[Var]) -> Schedule:
+    """Cut the step of ``analysis`` into parts; ``factor_variables`` are those whose values the factors ask for."""
+    minfo, indexed, depends = analysis.minfo, analysis.indexed, analysis.depends
+    eqns = minfo.jaxpr.eqns
+    home = _homes(analysis)
+    operators = tuple(
+        operator
+        for i in sorted(home)
+        if is_etp(eqns[i].primitive) and (operator := _operator(eqns[i], analysis)).operands
+    )
+    state_outvars = [v for v in minfo.jaxpr.outvars[minfo.num_var_out :] if isinstance(v, Var)]
+    known = {*analysis.boundary_results, *state_outvars}
+
+    wanted = [op.x for op in operators if op.x is not None] + list(factor_variables)
+    wanted = [v for v in dict.fromkeys(wanted) if not depends.is_parameter(v)]
+    slices = indexed.ancestors(wanted, lambda v: v in known or depends.is_parameter(v))
+    local_eqns = [eqns[i] for i in slices]
+    made_locally = {v for eqn in local_eqns for v in eqn.outvars} - known
+    local_reads = {v for eqn in local_eqns for v in eqn.invars if isinstance(v, Var)} | set(wanted)
+    local = Part(tuple(local_eqns), tuple(indexed.in_order(local_reads - made_locally)), tuple(wanted))
+
+    given = {*minfo.input_invars, *minfo.jaxpr.constvars}
+    states = set(minfo.jaxpr.invars) - given - set(minfo.weight_invars)
+    recorded = indexed.in_order({v for v in local.reads if v not in given and not depends.is_parameter(v)} | states)
+    groups: dict[str, list[int]] = {name: [] for name in _PARTS}
+    for i in sorted(home):
+        groups[home[i]].append(i)
+    results = {v for v in minfo.jaxpr.outvars if isinstance(v, Var)}
+    read_in = {name: _reads([eqns[i] for i in members]) for name, members in groups.items()}
+    parts = {}
+    for name, members in groups.items():
+        own = [eqns[i] for i in members]
+        made = {v for eqn in own for v in eqn.outvars}
+        elsewhere = results.union(local.reads, *(read_in[other] for other in _PARTS if other != name))
+        parts[name] = Part(
+            tuple(own), tuple(indexed.in_order(read_in[name] - made)), tuple(indexed.in_order(made & elsewhere))
+        )
+    read_later = results.union(local.reads, *(read_in[name] for name in _PARTS if name != "parameters"))
+    frontier = indexed.in_order(v for v in read_later if depends.is_parameter(v) or v in parts["parameters"].writes)
+    return Schedule(
+        **parts,
+        local=local,
+        frontier=tuple(frontier),
+        direct=tuple(v for v in frontier if v in _read_directly(analysis, home, operators)),
+        operators=operators,
+        recorded=tuple(recorded),
+    )
+
+
+_PARTS = ("parameters", "inputs", "recurrence", "outputs")
+
+
+def _homes(analysis: StepAnalysis) -> dict[int, str]:
+    """The part of each equation that the step's results need."""
+    minfo, indexed = analysis.minfo, analysis.indexed
+    jaxpr = minfo.jaxpr
+    states = set(jaxpr.invars[len(minfo.input_invars) :]) - set(minfo.weight_invars)
+    with_state = indexed.reached(states, range(len(jaxpr.eqns)))
+    feeds_state = set(indexed.ancestors(jaxpr.outvars[minfo.num_var_out :]))
+    home: dict[int, str] = {}
+    for i in indexed.ancestors(jaxpr.outvars):
+        eqn = jaxpr.eqns[i]
+        if not is_etp(eqn.primitive) and not any(map(analysis.depends.is_data, eqn.invars)):
+            home[i] = "parameters"
+        elif not any(isinstance(v, Var) and v in with_state for v in eqn.invars):
+            home[i] = "inputs"
+        else:
+            home[i] = "recurrence" if i in feeds_state else "outputs"
+    # An operator on parameters alone is run where its result is used, so that it need not be repeated over time.
+    for i in reversed(list(home)):
+        eqn = jaxpr.eqns[i]
+        if is_etp(eqn.primitive) and not any(map(analysis.depends.is_data, eqn.invars)):
+            users = {home[j] for v in eqn.outvars for j in indexed.consumers.get(v, ()) if j in home}
+            home[i] = next((name for name in _PARTS if name in users), "outputs")
+    return home
+
+
+def _operator(eqn: JaxprEqn, analysis: StepAnalysis) -> Operator:
+    primitive = eqn.primitive
+    x = None if primitive.x_index is None else eqn.invars[primitive.x_index]
+    operands = {
+        key: eqn.invars[i]
+        for key, i in primitive.trainable_operands(eqn.params).items()
+        if analysis.depends.is_parameter(eqn.invars[i])
+    }
+    return Operator(eqn, x if isinstance(x, Var) else None, operator_result(eqn), operands)
+
+
+def _reads(eqns: Sequence[JaxprEqn]) -> set[Var]:
+    return {v for eqn in eqns for v in eqn.invars if isinstance(v, Var)}
+
+
+def _read_directly(analysis: StepAnalysis, home: dict[int, str], operators: Sequence[Operator]) -> set[Var]:
+    """Differentiable variables made of parameters that act other than as an operator's trainable operand."""
+    minfo = analysis.minfo
+    trains = {id(op.eqn): set(op.operands.values()) for op in operators}
+    found = {v for v in minfo.jaxpr.outvars[: minfo.num_var_out] if isinstance(v, Var)}
+    for i, name in home.items():
+        if name != "parameters":
+            eqn = minfo.jaxpr.eqns[i]
+            found |= _reads([eqn]) - trains.get(id(eqn), set())
+    return {v for v in found if analysis.depends.is_parameter(v) and is_differentiable(v.aval)}

@@ -1,0 +1,34 @@
+"""Learning rules: pure functions from factors, traces and signals to gradients. One file a family."""
+
+from .baselines import BPTT, TBPTT
+from .drtrl import DRTRL
+from .eprop import EProp, Immediate, ThreeFactor
+from .factors import Signal, WindowFactors
+from .names import get_rule
+from .online import OnlineGradient, online_gradient, step_online_gradient
+from .plan import RulePlan
+from .pp_prop import PPProp
+from .rtrl import RTRL, UORO
+from .rule import Rule
+from .window import WindowProgram
+
+__all__ = [
+    "BPTT",
+    "DRTRL",
+    "RTRL",
+    "TBPTT",
+    "UORO",
+    "EProp",
+    "Immediate",
+    "OnlineGradient",
+    "PPProp",
+    "Rule",
+    "RulePlan",
+    "Signal",
+    "ThreeFactor",
+    "WindowFactors",
+    "WindowProgram",
+    "get_rule",
+    "online_gradient",
+    "step_online_gradient",
+]

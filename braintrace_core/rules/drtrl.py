@@ -1,0 +1,220 @@
+"""D-RTRL: the trace of each parameter, followed unit by unit.
+
+    eps_t = D_t eps_{t-1} + df_t (x) x_t
+
+With the parameters fixed over a window this telescopes, so the trace is read and written once a window:
+
+    eps_k = P eps_0 + sum_u x_u (x) (Q_u df_u),    P = D_k ... D_1,    Q_u = D_k ... D_{u+1}
+
+Only components that feed the next step are stored (an LSTM keeps its cell's, a dense vanilla network none): the stored
+trace is that before the last step, and the last step's own factors wait until a signal or the next window comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ..compiler.graph import ETraceGraph
+from .factors import Pair, Signal, WindowFactors
+from .operators import operator_gradient
+from .plan import GroupPlan, Link, RulePlan
+from .rule import OperandGradients, Rule, Traces, as_plan, times, total
+
+__all__ = ["DRTRL", "carry_back"]
+
+
+@dataclass(frozen=True)
+class DRTRL(Rule):
+    """Diagonal real-time recurrent learning: exact where the recurrence is unit by unit.
+
+    Memory for each example: size of the weight times the number of recurrent states of a unit.
+    """
+
+    def init(self, graph: ETraceGraph | RulePlan, batch_size: int, dtype: Any = None) -> Traces:
+        plan = as_plan(graph)
+        traces: Traces = {}
+        for link, operands in zip(plan.links, plan.abstract_operands(), strict=True):
+            y = link.operator.y.aval
+            for name, rule in link.traces(operands).rules.items():
+                for a in link.stored:
+                    traces[f"{link.name}.{name}.{a}"] = jnp.zeros((batch_size, *rule.shape), dtype or rule.dtype)
+            for a in link.moved:
+                traces[f"{link.name}.df.{a}"] = jnp.zeros((batch_size, *y.shape), y.dtype)
+            if link.operator.x is not None:
+                x = link.operator.x.aval
+                traces[f"{link.name}.x"] = jnp.zeros((batch_size, *x.shape), x.dtype)
+        for g, group in enumerate(plan.groups):
+            for a, b in group.entries:
+                traces[f"group{g}.D.{a}.{b}"] = jnp.zeros((batch_size, *group.varshape), group.dtypes[a])
+        return traces
+
+    def advance(self, traces: Traces, factors: WindowFactors) -> Traces:
+        plan, steps = factors.plan, factors.sizes[0]
+        new: Traces = {}
+        carried = []
+        for g, group in enumerate(plan.groups):
+            between = {(a, b): _behind(traces[f"group{g}.D.{a}.{b}"], factors.D[g][a, b]) for a, b in group.entries}
+            carried.append(_products(group, between, steps))
+            new.update({f"group{g}.D.{a}.{b}": factors.D[g][a, b][-1] for a, b in group.entries})
+        for i, link in enumerate(plan.links):
+            across, to_end = carried[link.group]
+            df = {a: _behind(traces[f"{link.name}.df.{a}"], factors.df[i][a]) for a in link.moved}
+            new.update({f"{link.name}.df.{a}": factors.df[i][a][-1] for a in link.moved})
+            x = None
+            if link.operator.x is not None:
+                x = _behind(traces[f"{link.name}.x"], factors.x[i])
+                new[f"{link.name}.x"] = factors.x[i][-1]
+            new.update(_roll(link, factors.operands[i], traces, x, df, across, to_end))
+        return {name: new[name] for name in traces}
+
+    def gradient(self, traces: Traces, signal: Signal) -> OperandGradients:
+        plan = signal.plan
+        found: OperandGradients = {}
+        for i, link in enumerate(plan.links):
+            group, now = plan.groups[link.group], signal.groups[link.group]
+            # One step back: to the stored trace through the waiting D, and to the operator through the waiting df.
+            at_trace = {
+                b: total([now[a] * traces[f"group{link.group}.D.{a}.{b}"] for a, c in group.entries if c == b])
+                for b in link.stored
+            }
+            at_result = total([times(link.at_operator(now[a]), traces[f"{link.name}.df.{a}"]) for a in link.moved])
+            x = traces.get(f"{link.name}.x")
+            operands = signal.operands[i]
+            gradients = operator_gradient(link.operator, operands, None if x is None else x[None], at_result[None])
+            if link.stored:
+                of_traces = link.traces(operands)
+                contracted = {
+                    name: total(
+                        [
+                            rule.contract(traces[f"{link.name}.{name}.{b}"], link.at_operator(at_trace[b]))
+                            for b in link.stored
+                        ]
+                    )
+                    for name, rule in of_traces.rules.items()
+                }
+                for key, value in of_traces.to_operands(contracted).items():
+                    if key in gradients:
+                        gradients[key] = gradients[key] + value.astype(gradients[key].dtype)
+            found.update({f"{link.name}.{key}": value for key, value in gradients.items()})
+        return found
+
+    def step_gradient(self, traces: Traces, factors: WindowFactors, signals: Signal) -> OperandGradients:
+        plan = factors.plan
+        credits, before = zip(
+            *(carry_back(group, factors.D[g], signals.groups[g]) for g, group in enumerate(plan.groups)), strict=True
+        )
+        found = self.gradient(traces, Signal(tuple(before), factors.operands, plan))
+        for i, link in enumerate(plan.links):
+            credit = credits[link.group]
+            at_result = total([times(link.at_operator(credit[a]), factors.df[i][a]) for a in link.moved])
+            inside = operator_gradient(link.operator, factors.operands[i], factors.x[i], at_result)
+            for key, value in inside.items():
+                found[f"{link.name}.{key}"] = found[f"{link.name}.{key}"] + value
+        return found
+
+
+def carry_back(
+    group: GroupPlan, between: Mapping[Pair, Array], signals: Sequence[Array]
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Each step's signal with those of later steps of the window, carried back to it unit by unit.
+
+        R_t = s_t + R_{t+1} D_{t+1}
+
+    Args:
+      group: the group.
+      between: ``D`` of the window.
+      signals: for each component, ``(time, batch, *varshape)``.
+
+    Returns:
+      ``R`` for each component, and the credit ``R_1 D_1`` that reaches the states before the window.
+    """
+    count = group.count
+
+    def back(credit: tuple[Array, ...], d: Mapping[Pair, Array]) -> tuple[Array, ...]:
+        return tuple(
+            total([credit[a] * d[a, b] for a, c in group.entries if c == b], like=credit[b]) for b in range(count)
+        )
+
+    def step(later: tuple[Array, ...], now: Any) -> Any:
+        signal, d = now
+        credit = tuple(s + r for s, r in zip(signal, later, strict=True))
+        return back(credit, d), credit
+
+    zero = tuple(jnp.zeros_like(s[0]) for s in signals)
+    if signals[0].shape[0] == 1:
+        first = tuple(s[0] for s in signals)
+        return tuple(signals), back(first, {pair: d[0] for pair, d in between.items()})
+    before, credits = lax.scan(step, zero, (tuple(signals), dict(between)), reverse=True)
+    return credits, before
+
+
+def _behind(waiting: Array, window: Array) -> Array:
+    """A window that lags by one step: what waited first, its own last step left out."""
+    return waiting[None] if window.shape[0] == 1 else jnp.concatenate([waiting[None], window[:-1]])
+
+
+def _products(
+    group: GroupPlan, between: Mapping[Pair, Array], steps: int
+) -> tuple[dict[Pair, Array], dict[Pair, Array | None]]:
+    """``P = D_k ... D_1`` and, for each step, ``Q_u = D_k ... D_{u+1}``, as entries between components.
+
+    None in ``Q`` stands for one (the identity of a single step).
+    """
+    rows = group.recurrent
+    if not rows:
+        return {}, {}
+    if steps == 1:
+        return {(a, b): d[0] for (a, b), d in between.items() if a in rows}, {(a, a): None for a in rows}
+    pattern = [(a, c) for a, c in group.closure if a in rows]
+    like = next(iter(between.values()))[0]
+    start = {(a, c): jnp.ones_like(like) if a == c else jnp.zeros_like(like) for a, c in pattern}
+
+    def step(later: dict[Pair, Array], d: Mapping[Pair, Array]) -> Any:
+        return {
+            (a, c): total([later[a, b] * d[b, c] for b, e in group.entries if e == c and (a, b) in later], like=like)
+            for a, c in pattern
+        }, later
+
+    across, to_end = lax.scan(step, start, dict(between), reverse=True)
+    return across, to_end
+
+
+def _roll(
+    link: Link,
+    operands: Sequence[Any],
+    traces: Traces,
+    x: Any,
+    df: Mapping[int, Array],
+    across: Mapping[Pair, Array],
+    to_end: Mapping[Pair, Array | None],
+) -> Traces:
+    """The stored traces of a link after a window (lagging by one step)."""
+    if not link.stored:
+        return {}
+    new: Traces = {}
+    cotangents = {}
+    for a in link.stored:
+        moved = [df[c] if q is None else times(link.at_operator(q), df[c]) for c, q in _row(a, link.moved, to_end)]
+        if moved:
+            cotangents[a] = total(moved)
+    for name, rule in link.traces(operands).rules.items():
+        for a in link.stored:
+            stored = traces[f"{link.name}.{name}.{a}"]
+            terms = [
+                times(rule.align(link.at_operator(p)), traces[f"{link.name}.{name}.{b}"])
+                for b, p in _row(a, link.stored, across)
+            ]
+            if a in cotangents:
+                terms.append(rule.instant(x, cotangents[a]))
+            new[f"{link.name}.{name}.{a}"] = total(terms, like=stored).astype(stored.dtype)
+    return new
+
+
+def _row(a: int, columns: Sequence[int], entries: Mapping[Pair, Any]) -> list[tuple[int, Any]]:
+    """The entries of row ``a`` in these columns that are not zero by structure."""
+    return [(c, entries[a, c]) for c in columns if (a, c) in entries]

@@ -1,0 +1,124 @@
+"""Factors and signals of a window: all that a rule sees besides its own traces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from .._compat import Var
+from .plan import RulePlan
+from .window import WindowRecord
+
+__all__ = ["Signal", "WindowFactors", "signal_of_states", "window_factors"]
+
+Pair = tuple[int, int]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class WindowFactors:
+    """The factors of a window; arrays are ``(time, batch, ...)``.
+
+    Attributes:
+      x: for each link, the operator's input; None where it has none.
+      df: for each link, component -> ``d component / d y``, of the shape of ``y``.
+      D: for each group, ``(a, b)`` -> ``d a / d b``, zero where a new sequence starts.
+      operands: for each link, its operator's operands; None for those that change in time.
+      frontier, record: what the window ran with, for rules that need more than the above.
+      plan: the static side.
+    """
+
+    x: tuple[Any, ...]
+    df: tuple[dict[int, Array], ...]
+    D: tuple[dict[Pair, Array], ...]
+    operands: tuple[list[Any], ...]
+    frontier: list[Any]
+    record: WindowRecord
+    plan: RulePlan = field(metadata={"static": True})
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Number of steps and of examples."""
+        return self.record.sizes
+
+    @property
+    def moving(self) -> Any:
+        """All that changes in time, to be taken step by step."""
+        return self.x, self.df, self.D, self.record
+
+    def with_moving(self, moving: Any) -> WindowFactors:
+        """The factors of one step, from one slice of :attr:`moving`."""
+        x, df, between, record = jax.tree.map(lambda value: value[None], moving)
+        return replace(self, x=x, df=df, D=between, record=record)
+
+    def frontier_values(self) -> dict[Var, Any]:
+        """Values of the variables made of parameters alone."""
+        return dict(zip(self.plan.program.schedule.frontier, self.frontier, strict=True))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Signal:
+    """``dL / d h`` of the hidden states at one moment; arrays are ``(batch, *varshape)``.
+
+    Attributes:
+      groups: for each group, one array a component.
+      operands: as in :class:`WindowFactors`.
+      plan: the static side.
+    """
+
+    groups: tuple[tuple[Array, ...], ...]
+    operands: tuple[list[Any], ...]
+    plan: RulePlan = field(metadata={"static": True})
+
+
+def window_factors(plan: RulePlan, frontier: Mapping[Var, Any], record: WindowRecord) -> WindowFactors:
+    """The factors of a window, all steps at once, from what it recorded."""
+    local = plan.program.local_values(frontier, record)
+    static = {**plan.program.constants, **frontier}
+    step_plan = plan.graph.factor_plan
+    moving = [v for v in step_plan.variables if v in local]
+
+    def one(values: list[Any]) -> Any:
+        known = {**static, **dict(zip(moving, values, strict=True))}
+        found = step_plan.evaluate(known.__getitem__)
+        return found.df, found.D
+
+    by_relation, between = jax.vmap(jax.vmap(one))([local[v] for v in moving])
+    relations = plan.graph.hidden_param_op_relations
+    df = []
+    for link in plan.links:
+        groups = [group.index for group in relations[link.relation].hidden_groups]
+        df.append(by_relation[link.relation][groups.index(link.group)])
+    if (reset := record.reset) is not None:
+        between = jax.tree.map(lambda d: _forget(d, reset), between)
+    return WindowFactors(
+        x=tuple(None if link.operator.x is None else local[link.operator.x] for link in plan.links),
+        df=tuple(df),
+        D=tuple(between),
+        operands=plan.operands(frontier),
+        frontier=[frontier[v] for v in plan.program.schedule.frontier],
+        record=record,
+        plan=plan,
+    )
+
+
+def signal_of_states(plan: RulePlan, gradients: Sequence[Any], operands: tuple[list[Any], ...]) -> Signal:
+    """The signal that gradients of the states (leaves ``(batch, ...)``, in the program's order) stand for."""
+    by_variable = dict(zip(plan.program.state_invars, gradients, strict=True))
+    groups = []
+    for group in plan.graph.hidden_groups:
+        values = [by_variable[v] for v in group.hidden_invars]
+        groups.append(tuple(group.components.of_cotangents(values, a) for a in range(len(group.components))))
+    return Signal(tuple(groups), operands, plan)
+
+
+def _forget(value: Array, reset: Array) -> Array:
+    """Zero where a new sequence starts: nothing before it acts on what follows."""
+    where = jnp.expand_dims(reset, tuple(range(2, value.ndim)))
+    return jnp.where(where, jnp.zeros_like(value), value)

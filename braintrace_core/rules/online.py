@@ -1,0 +1,223 @@
+"""The online gradient of a window: ordinary differentiation inside it, traces for what lies before it.
+
+online gradient = gradient of the window + contract(traces, gradient of the states at its start)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .._compat import Var
+from .eprop import EProp
+from .factors import Signal, signal_of_states, window_factors
+from .operators import add_to
+from .plan import RulePlan
+from .rule import OperandGradients, Rule, Traces
+from .window import WindowResult
+
+__all__ = ["OnlineGradient", "online_gradient", "past_gradient", "step_online_gradient"]
+
+
+class OnlineGradient(NamedTuple):
+    """What one window gives.
+
+    Attributes:
+      value, aux: of the loss.
+      states: leaves of the states after the window.
+      traces: after the window.
+      gradients: one for each parameter leaf.
+    """
+
+    value: Array
+    aux: Any
+    states: list[Array]
+    traces: Traces
+    gradients: list[Array]
+
+
+def online_gradient(
+    plan: RulePlan,
+    rule: Rule,
+    loss: Callable[[WindowResult], tuple[Array, Any]],
+    parameters: Sequence[Any],
+    states: Sequence[Any],
+    traces: Traces,
+    inputs: Sequence[Any],
+    reset: Any = None,
+    initial: Sequence[Any] | None = None,
+) -> OnlineGradient:
+    """The loss of a window and its online gradient, with window credit.
+
+    Args:
+      plan: the static side of the graph.
+      rule: the learning rule.
+      loss: ``loss(window) -> (scalar, aux)``, of the window's outputs.
+      parameters, states, inputs: leaves in the program's order; inputs are ``(time, batch, ...)``.
+      traces: before the window.
+      reset, initial: where new sequences start, and what they start from.
+    """
+    program = plan.program
+    frontier = program.frontier(parameters)
+    value, aux, window, gradient = program.value_and_gradient(loss, frontier, states, inputs, reset, initial)
+    local = program.local_values(frontier, window.record)
+    found = program.operand_gradients(frontier, local, gradient)
+    factors = window_factors(plan, frontier, window.record)
+    signal = signal_of_states(plan, gradient.states, factors.operands)
+    past = rule.gradient(traces, signal)
+    gradients = program.parameter_gradients(parameters, add_operand_gradients(plan, found, past))
+    return OnlineGradient(value, aux, window.states, rule.advance(traces, factors), gradients)
+
+
+def step_online_gradient(
+    plan: RulePlan,
+    rule: Rule,
+    loss: Callable[[WindowResult], tuple[Array, Any]],
+    parameters: Sequence[Any],
+    states: Sequence[Any],
+    traces: Traces,
+    inputs: Sequence[Any],
+    reset: Any = None,
+    initial: Sequence[Any] | None = None,
+    modulator: Any = None,
+) -> OnlineGradient:
+    """The loss of a window and its online gradient, with step credit: each step's own signal times its own traces.
+
+    Operators that no trace follows get their gradient within the window.
+
+    Args:
+      modulator: ``(time, batch)`` or ``(time, batch, *varshape)``: a signal that takes the place of the loss's for all
+        operators that a trace follows; None for the loss's own.
+      plan, rule, loss, parameters, states, traces, inputs, reset, initial: as in :func:`online_gradient`; the loss
+        must be a sum over steps.
+    """
+    program = plan.program
+    frontier = program.frontier(parameters)
+    followed = {id(link.operator.eqn) for link in plan.links}
+    others = [i for i, op in enumerate(program.schedule.operators) if id(op.eqn) not in followed]
+    value, aux, window, gradient = program.value_and_gradient(
+        loss,
+        frontier,
+        states,
+        inputs,
+        reset,
+        initial,
+        operators=others,
+        want_states=False,
+        want_present=modulator is None,
+        feedback=random_feedback(plan, rule, frontier),
+    )
+    local = program.local_values(frontier, window.record)
+    found = program.operand_gradients(frontier, local, gradient)
+    factors = window_factors(plan, frontier, window.record)
+    if modulator is not None:
+        signals = _modulated(plan, modulator, factors.operands)
+    elif program.outputs_see_states_only:
+        signals = _present_signals(plan, gradient.present, factors.operands)
+    else:
+        signals = _whole_step_signals(plan, loss, parameters, window, factors.operands)
+    now = rule.step_gradient(traces, factors, signals)
+    gradients = program.parameter_gradients(parameters, add_operand_gradients(plan, found, now))
+    return OnlineGradient(value, aux, window.states, rule.advance(traces, factors), gradients)
+
+
+def random_feedback(plan: RulePlan, rule: Rule, frontier: Mapping[Var, Any]) -> dict[int, Any]:
+    """For a rule with random feedback, operands to send errors back through, for every operator of the readout."""
+    if not isinstance(rule, EProp) or rule.feedback != "random":
+        return {}
+    program = plan.program
+    readout = {id(eqn) for eqn in program.schedule.outputs.eqns}
+    found = {}
+    for i, operator in enumerate(program.schedule.operators):
+        if id(operator.eqn) in readout and operator.x is not None:
+            key = jax.random.fold_in(jax.random.key(rule.seed), i)
+            operands = program.operand_values(operator, frontier)
+            for j, (place, var) in enumerate(zip(operator.eqn.invars, operands, strict=True)):
+                if place in operator.operands.values():
+                    scale = jnp.sqrt(jnp.mean(jnp.square(var)))
+                    draw = jax.random.normal(jax.random.fold_in(key, j), var.shape, var.dtype)
+                    operands[j] = lax.stop_gradient(scale * draw)
+            found[i] = operands
+    return found
+
+
+def _present_signals(plan: RulePlan, present: Mapping[int, Array], operands: Any) -> Signal:
+    places = {v: i for i, v in enumerate(plan.program.state_outvars)}
+    groups = []
+    for group in plan.graph.hidden_groups:
+        values = [present[places[v]] for v in group.hidden_outvars]
+        groups.append(tuple(group.components.of_cotangents(values, a) for a in range(len(group.components))))
+    return Signal(tuple(groups), operands, plan)
+
+
+def _whole_step_signals(
+    plan: RulePlan, loss: Any, parameters: Sequence[Any], window: WindowResult, operands: Any
+) -> Signal:
+    """Signals through the whole step, all steps at once: a layer above may act on the loss within the same step."""
+    program, minfo, perturbed = plan.program, plan.graph.module_info, plan.graph.hidden_perturb
+    if perturbed is None:
+        raise ValueError("Step credit needs the graph's perturbed step: compile with `include_hidden_perturb=True`.")
+    states = [window.record.values[program.schedule.recorded.index(v)] for v in program.state_invars]
+    weights = dict(zip(minfo.weight_invars, parameters, strict=True))
+
+    def outputs(terms: list[Array]) -> list[Array]:
+        def one(inputs: Any, states: Any, terms: Any) -> Any:
+            known = {
+                **weights,
+                **dict(zip(minfo.input_invars, inputs, strict=True)),
+                **dict(zip(program.state_invars, states, strict=True)),
+            }
+            flat = [known[v] for v in minfo.jaxpr.invars]
+            return perturbed.eval_jaxpr(flat, terms)[: minfo.num_var_out]
+
+        return jax.vmap(jax.vmap(one))(window.record.inputs, states, terms)
+
+    of_path = minfo.hidden_path_to_invar
+    terms = [
+        jnp.zeros((*window.record.sizes, *of_path[p].aval.shape), of_path[p].aval.dtype)
+        for p in perturbed.perturb_hidden_paths
+    ]
+    found = jax.grad(lambda terms: loss(window._replace(outputs=outputs(terms)))[0])(terms)
+    by_path = dict(zip(perturbed.perturb_hidden_paths, found, strict=True))
+    groups = []
+    for group in plan.graph.hidden_groups:
+        values = [by_path[p] for p in group.hidden_paths]
+        groups.append(tuple(group.components.of_cotangents(values, a) for a in range(len(group.components))))
+    return Signal(tuple(groups), operands, plan)
+
+
+def _modulated(plan: RulePlan, modulator: Array, operands: Any) -> Signal:
+    groups = []
+    for group in plan.groups:
+        spread = jnp.expand_dims(modulator, tuple(range(modulator.ndim, 2 + len(group.varshape))))
+        value = jnp.broadcast_to(spread, (*modulator.shape[:2], *group.varshape))
+        groups.append(tuple(value.astype(dtype) for dtype in group.dtypes))
+    return Signal(tuple(groups), operands, plan)
+
+
+def past_gradient(
+    plan: RulePlan, rule: Rule, parameters: Sequence[Any], traces: Traces, states_gradient: Sequence[Any]
+) -> list[Array]:
+    """The part of the gradient that lies before a window, for each parameter leaf."""
+    frontier = plan.program.frontier(parameters)
+    signal = signal_of_states(plan, states_gradient, plan.operands(frontier))
+    found = add_operand_gradients(plan, {}, rule.gradient(traces, signal))
+    return plan.program.parameter_gradients(parameters, found)
+
+
+def add_operand_gradients(plan: RulePlan, found: Mapping[Var, Array], more: OperandGradients) -> dict[Var, Array]:
+    """``found`` with a rule's gradients added to the variables that they belong to."""
+    result = dict(found)
+    for link in plan.links:
+        for key, var in link.operator.operands.items():
+            name = f"{link.name}.{key}"
+            if name in more:
+                add_to(result, var, more[name])
+    for i, var in enumerate(plan.program.schedule.frontier):
+        if f"parameter{i}" in more:
+            add_to(result, var, more[f"parameter{i}"])
+    return result

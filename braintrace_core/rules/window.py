@@ -1,0 +1,325 @@
+"""Windows: a stretch of time run forward and differentiated, and what a learning rule needs to know about it.
+
+A window is defined by the loop
+
+    for t in range(steps):
+        states, out[t] = step(parameters, where(reset[t], initial, states), inputs[t])
+
+run for a batch of independent examples. The program below computes the same, but runs what does not depend on the
+states for all steps at once, and takes the gradient with respect to operators' results only: each operand's gradient
+is then one product over time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .._compat import Var, bind_equation
+from ..compiler.analysis import StepAnalysis
+from ..compiler.graph import ETraceGraph
+from ..compiler.module_info import is_differentiable
+from ..compiler.schedule import Operator, Schedule, schedule_step
+from .operators import add_to, operator_gradient
+from .parts import PartRunner, TimeLoop
+
+__all__ = ["WindowGradient", "WindowProgram", "WindowRecord", "WindowResult"]
+
+
+class WindowRecord(NamedTuple):
+    """What a window leaves behind for a learning rule; every array is ``(time, batch, ...)``.
+
+    Attributes:
+      inputs: the step's inputs.
+      values: the schedule's recorded variables.
+      reset: where a new sequence starts; None if nowhere.
+    """
+
+    inputs: tuple[Array, ...]
+    values: tuple[Array, ...]
+    reset: Array | None
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Number of steps and of examples."""
+        first = (*self.inputs, *self.values)[0]
+        return first.shape[0], first.shape[1]
+
+
+class WindowResult(NamedTuple):
+    """A window run forward.
+
+    Attributes:
+      outputs: leaves of the step's outputs, ``(time, batch, ...)``.
+      states: leaves of the states after the window, ``(batch, ...)``.
+      record: what a learning rule needs.
+    """
+
+    outputs: list[Array]
+    states: list[Array]
+    record: WindowRecord
+
+
+class WindowGradient(NamedTuple):
+    """The gradient of a scalar function of a window's outputs.
+
+    Attributes:
+      operators: operator -> gradient of its result, ``(time, batch, ...)``, for those that were asked for.
+      direct: gradients of the schedule's direct variables.
+      states: gradients of the states before the window, zeros for those without derivatives.
+      present: for each hidden state's variable after a step, what the outputs of that same step say of it,
+        ``(time, batch, ...)``.
+    """
+
+    operators: dict[int, Array]
+    direct: tuple[Array, ...]
+    states: list[Array]
+    present: dict[int, Array]
+
+
+class WindowProgram:
+    """Runs windows of a compiled graph. All methods are pure functions of arrays.
+
+    Leaves are flat lists: parameters in the order of ``module_info.weight_invars``, states in the order of
+    ``state_invars``, inputs in the order of ``module_info.input_invars``.
+    """
+
+    def __init__(self, graph: ETraceGraph):
+        self.graph = graph
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The parts of the step."""
+        return schedule_step(StepAnalysis(self.graph.module_info), self.graph.factor_plan.variables)
+
+    @cached_property
+    def state_invars(self) -> list[Var]:
+        """The variables of the states that are not parameters, before a step."""
+        minfo = self.graph.module_info
+        weights = set(minfo.weight_invars)
+        return [v for v in minfo.jaxpr.invars[len(minfo.input_invars) :] if v not in weights]
+
+    @cached_property
+    def state_outvars(self) -> list[Var]:
+        """The same states' variables after a step."""
+        minfo = self.graph.module_info
+        after = dict(
+            zip(minfo.jaxpr.invars[len(minfo.input_invars) :], minfo.jaxpr.outvars[minfo.num_var_out :], strict=True)
+        )
+        return [after[v] for v in self.state_invars]
+
+    @cached_property
+    def constants(self) -> dict[Var, Any]:
+        """The values of the step's constants."""
+        minfo = self.graph.module_info
+        return dict(zip(minfo.jaxpr.constvars, minfo.consts, strict=True))
+
+    def frontier(self, parameters: Sequence[Any]) -> dict[Var, Any]:
+        """Values of the variables made of parameters alone."""
+        values = {**self.constants, **dict(zip(self.graph.module_info.weight_invars, parameters, strict=True))}
+        part = self.schedule.parameters
+        made = dict(zip(part.writes, part.run(values, bind_equation), strict=True))
+        return {v: made[v] if v in made else values[v] for v in self.schedule.frontier}
+
+    def run(
+        self,
+        frontier: Mapping[Var, Any],
+        states: Sequence[Any],
+        inputs: Sequence[Any],
+        reset: Any = None,
+        initial: Sequence[Any] | None = None,
+    ) -> WindowResult:
+        """Run a window forward.
+
+        Args:
+          frontier: from :meth:`frontier`.
+          states: leaves ``(batch, ...)``.
+          inputs: leaves ``(time, batch, ...)``.
+          reset: ``(time, batch)`` of bools: where a new sequence starts, or None.
+          initial: for each state, what a reset sets it to (``(...)`` or ``(batch, ...)``), or None to keep it.
+        """
+        return self._run(frontier, {}, list(states), inputs, {}, reset, initial, {}, {})
+
+    def value_and_gradient(
+        self,
+        function: Callable[[WindowResult], tuple[Array, Any]],
+        frontier: Mapping[Var, Any],
+        states: Sequence[Any],
+        inputs: Sequence[Any],
+        reset: Any = None,
+        initial: Sequence[Any] | None = None,
+        operators: Sequence[int] | None = None,
+        want_states: bool = True,
+        want_present: bool = False,
+        feedback: Mapping[int, Any] | None = None,
+    ) -> tuple[Array, Any, WindowResult, WindowGradient]:
+        """The value, auxiliary output, window and gradient of ``function(window) -> (scalar, aux)``.
+
+        Args:
+          function: of the window's outputs.
+          frontier, states, inputs, reset, initial: as in :meth:`run`.
+          operators: indices of the operators whose gradient is wanted; all if None.
+          want_states: whether the gradient of the states before the window is wanted.
+          want_present: whether each step's own gradient of its hidden states is wanted.
+          feedback: operator index -> operands to use in its place when errors go back to its input.
+        """
+        steps, batch = _time_and_batch(inputs, states)
+        wanted = list(range(len(self.schedule.operators))) if operators is None else list(operators)
+        results = [self.schedule.operators[i].y for i in wanted]
+        deltas = [jnp.zeros((steps, batch, *y.aval.shape), y.aval.dtype) for y in results]
+        direct = tuple(frontier[v] for v in self.schedule.direct)
+        moving = [i for i, v in enumerate(self.state_invars) if want_states and is_differentiable(v.aval)]
+        after = [i for i, v in enumerate(self.state_outvars) if want_present and is_differentiable(v.aval)]
+        present = [jnp.zeros((steps, *states[i].shape), states[i].dtype) for i in after]
+
+        def of(deltas: Any, direct: Any, moving_states: Any, present: Any) -> Any:
+            all_states = list(states)
+            for i, value in zip(moving, moving_states, strict=True):
+                all_states[i] = value
+            window = self._run(
+                frontier,
+                dict(zip(self.schedule.direct, direct, strict=True)),
+                all_states,
+                inputs,
+                dict(zip(results, deltas, strict=True)),
+                reset,
+                initial,
+                {self.state_outvars[i]: term for i, term in zip(after, present, strict=True)},
+                feedback or {},
+            )
+            value, aux = function(window)
+            return value, (aux, window)
+
+        (value, (aux, window)), (for_operators, for_direct, for_states, for_present) = jax.value_and_grad(
+            of, argnums=(0, 1, 2, 3), has_aux=True
+        )(deltas, direct, tuple(states[i] for i in moving), present)
+        gradients = [jnp.zeros_like(state) for state in states]
+        for i, gradient in zip(moving, for_states, strict=True):
+            gradients[i] = gradient
+        gradient = WindowGradient(
+            dict(zip(wanted, for_operators, strict=True)),
+            for_direct,
+            gradients,
+            dict(zip(after, for_present, strict=True)),
+        )
+        return value, aux, window, gradient
+
+    def next_states(
+        self, frontier: Mapping[Var, Any], states: Mapping[Var, Any], inputs: Sequence[Any]
+    ) -> dict[Var, Any]:
+        """One step of one example: the states after it, by variable, from those before it."""
+        part = self.schedule.next_states
+        known = {
+            **self.constants,
+            **frontier,
+            **states,
+            **dict(zip(self.graph.module_info.input_invars, inputs, strict=True)),
+        }
+        made = dict(zip(part.writes, part.run(known, bind_equation), strict=True))
+        return {v: made.get(v, known.get(v)) for v in self.state_outvars}
+
+    def local_values(self, frontier: Mapping[Var, Any], record: WindowRecord) -> dict[Var, Any]:
+        """Operators' inputs and what the factors ask for, for every step: ``(time, batch, ...)``."""
+        windowed = {
+            **dict(zip(self.graph.module_info.input_invars, record.inputs, strict=True)),
+            **dict(zip(self.schedule.recorded, record.values, strict=True)),
+        }
+        runner = PartRunner(self.schedule.operators, {**self.constants, **frontier}, {}, {})
+        return {**windowed, **runner.over_window(self.schedule.local, windowed, {}, record.sizes)}
+
+    def operand_gradients(
+        self, frontier: Mapping[Var, Any], local: Mapping[Var, Any], gradient: WindowGradient
+    ) -> dict[Var, Array]:
+        """The gradient of every frontier variable that has one, from those of operators' results."""
+        found: dict[Var, Array] = dict(zip(self.schedule.direct, gradient.direct, strict=True))
+        for i, cotangent in gradient.operators.items():
+            operator = self.schedule.operators[i]
+            x = None if operator.x is None else local[operator.x]
+            for key, value in operator_gradient(
+                operator, self.operand_values(operator, frontier), x, cotangent
+            ).items():
+                add_to(found, operator.operands[key], value)
+        return found
+
+    @cached_property
+    def outputs_see_states_only(self) -> bool:
+        """Whether the outputs of a step see its operators through the states after it alone.
+
+        Each step's own signal can then be read off the outputs part. Otherwise (a layer above acts in the same step)
+        the whole step is needed.
+        """
+        minfo, schedule = self.graph.module_info, self.schedule
+        hidden = {v: g.index for g in self.graph.hidden_groups for v in g.hidden_outvars}
+        behind: dict[Var, set[int]] = {v: {g} for v, g in hidden.items()}
+        for eqn in (*schedule.inputs.eqns, *schedule.recurrence.eqns):
+            groups = set().union(*(behind.get(v, set()) for v in eqn.invars if isinstance(v, Var)))
+            for v in eqn.outvars:
+                if v in hidden and groups - {hidden[v]}:
+                    return False
+                behind[v] = behind.get(v, set()) | groups
+        results = [v for v in minfo.jaxpr.outvars[: minfo.num_var_out] if isinstance(v, Var)]
+        seen = [v for v in (*schedule.outputs.reads, *results) if v not in hidden]
+        return not any(behind.get(v) for v in seen if v in schedule.recurrence.writes)
+
+    def operand_values(self, operator: Operator, frontier: Mapping[Var, Any]) -> list[Any]:
+        """The operator's operands where they are known outside of time; None for the others (``x``)."""
+        known = {**self.constants, **frontier}
+        return [known.get(v) if isinstance(v, Var) else v.val for v in operator.eqn.invars]
+
+    def parameter_gradients(self, parameters: Sequence[Any], gradients: Mapping[Var, Array]) -> list[Array]:
+        """Gradients of frontier variables sent back through everything between them and the parameters."""
+        moving = [i for i, v in enumerate(self.graph.module_info.weight_invars) if is_differentiable(v.aval)]
+
+        def of(values: Any) -> Any:
+            leaves = list(parameters)
+            for i, value in zip(moving, values, strict=True):
+                leaves[i] = value
+            frontier = self.frontier(leaves)
+            return [frontier[v] for v in targets]
+
+        targets = [v for v in self.schedule.frontier if v in gradients]
+        values, pull_back = jax.vjp(of, [parameters[i] for i in moving])
+        (found,) = pull_back([gradients[v].astype(value.dtype) for v, value in zip(targets, values, strict=True)])
+        result = [jnp.zeros_like(p) for p in parameters]
+        for i, value in zip(moving, found, strict=True):
+            result[i] = value
+        return result
+
+    def _run(
+        self,
+        frontier: Mapping[Var, Any],
+        direct: Mapping[Var, Any],
+        states: list[Any],
+        inputs: Sequence[Any],
+        deltas: Mapping[Var, Array],
+        reset: Any,
+        initial: Sequence[Any] | None,
+        present: Mapping[Var, Array],
+        feedback: Mapping[int, Any],
+    ) -> WindowResult:
+        schedule, minfo = self.schedule, self.graph.module_info
+        sizes = _time_and_batch(inputs, states)
+        run = PartRunner(schedule.operators, {**self.constants, **frontier}, direct, {})
+        windowed: dict[Var, Any] = dict(zip(minfo.input_invars, inputs, strict=True))
+        windowed.update(run.over_window(schedule.inputs, windowed, deltas, sizes))
+        results = [v for v in minfo.jaxpr.outvars[: minfo.num_var_out] if isinstance(v, Var)]
+        needed = {*schedule.outputs.reads, *schedule.recorded, *results}
+        loop = TimeLoop(schedule.recurrence, run, self.state_invars, self.state_outvars, needed, deltas, reset, initial)
+        states, made = loop.run(states, windowed, sizes)
+        windowed.update(made)
+        seen = {**windowed, **{v: windowed[v] + term for v, term in present.items() if v in windowed}}
+        run = replace(run, feedback=feedback)
+        seen.update(run.over_window(schedule.outputs, seen, deltas, sizes))
+        outputs = [run.stacked(v, seen, sizes) for v in minfo.jaxpr.outvars[: minfo.num_var_out]]
+        values = tuple(lax.stop_gradient(windowed[v] if v in windowed else seen[v]) for v in schedule.recorded)
+        return WindowResult(outputs, states, WindowRecord(tuple(inputs), values, reset))
+
+
+def _time_and_batch(inputs: Sequence[Any], states: Sequence[Any]) -> tuple[int, int]:
+    return inputs[0].shape[0], states[0].shape[0]
