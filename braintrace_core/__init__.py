@@ -11,7 +11,7 @@
 (1, 2)
 """
 
-from . import _brainstate, compiler, nn, ops, rules  # _brainstate first: see there
+from . import _brainstate, compiler, nn, ops, rules  # noqa: F401 - _brainstate comes first: see there
 from .compiler import *  # noqa: F403
 from .errors import CompilationError, NotSupportedError
 from .ops import *  # noqa: F403

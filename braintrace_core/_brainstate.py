@@ -2,7 +2,7 @@
 
 import jax
 
-_enabled = jax.config.jax_enable_x64
+_enabled = jax.config.read("jax_enable_x64")
 import brainstate  # noqa: E402, F401 - between reading the setting and putting it back
 
 jax.config.update("jax_enable_x64", _enabled)

@@ -1,4 +1,4 @@
-"""What the passes after lifting share: the flat jaxpr, its operators, and the patterns of hidden states and operators."""
+"""What the passes after lifting share: the flat jaxpr, its operators, the patterns of states and operators."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class StepAnalysis:
         return frozenset(v for eqn in self.operators if is_boundary(eqn.primitive) for v in eqn.outvars)
 
     def part_from(self, sources: list[Var], outvars: list[Var]) -> Jaxpr:
-        """What leads from ``sources`` to ``outvars`` without crossing an operator; all other values are its constvars."""
+        """What leads from ``sources`` to ``outvars`` without crossing an operator; all other values are constvars."""
         cut = self.boundary_results.__contains__
         given = set(sources)
         reached = self.indexed.reached(sources, self.indexed.ancestors(outvars, lambda v: v in given or cut(v)))

@@ -74,10 +74,12 @@ def check_result(result: Any, carry: Any) -> tuple[Any, Any]:
     if not isinstance(result, tuple) or len(result) != 2:
         raise CompilationError(f"A step function returns `(carry, out)`, this one returned a {type(result).__name__}.")
     new = result[0]
-    if jax.tree.structure(carry) != jax.tree.structure(new):
+    before: Any = jax.tree.structure(carry)
+    after: Any = jax.tree.structure(new)
+    if before != after:
         raise CompilationError(
-            f"The step returned a carry of another structure than it was given: {jax.tree.structure(new)} instead of "
-            f"{jax.tree.structure(carry)}. Return `(carry, out)` with the carry's structure unchanged."
+            f"The step returned a carry of another structure than it was given: {after} instead of {before}. Return "
+            "`(carry, out)` with the carry's structure unchanged."
         )
     for (keys, a), b in zip(jax.tree_util.tree_leaves_with_path(carry), jax.tree.leaves(new), strict=True):
         a = a if hasattr(a, "dtype") else np.asarray(a)

@@ -95,7 +95,7 @@ class Components:
         return -jnp.imag(value) if imaginary else jnp.real(value)
 
     def cotangents_of(self, component: int, weights: Array) -> list[Array]:
-        """The cotangents of all states that weigh ``component`` by ``weights``, of shape ``varshape``, and nothing else."""
+        """The states' cotangents that weigh ``component`` by ``weights``, of shape ``varshape``, and nothing else."""
         state, slot, imaginary = self.items[component]
         result = [jnp.zeros(a.shape, a.dtype) for a in self.avals]
         value = weights.astype(self.avals[state].dtype)

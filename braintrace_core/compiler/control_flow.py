@@ -1,8 +1,8 @@
 """Control flow: what to do with ``cond``, ``scan`` and ``while`` that hold trainable operations.
 
-The analysis reads straight-line code. A ``scan`` of known length becomes its steps one after the other, a ``cond`` becomes
-both branches and a selection; both compute the same values and derivatives. Control flow without trainable
-operations is left as it is.
+The analysis reads straight-line code. A ``scan`` of known length becomes its steps one after the other, a ``cond``
+becomes both branches and a selection; both compute the same values and derivatives. Control flow without
+trainable operations is left as it is.
 """
 
 from __future__ import annotations

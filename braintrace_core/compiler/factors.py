@@ -1,8 +1,8 @@
 """Factors: from one step of a compiled graph, the small arrays that every learning rule is made of.
 
-For each relation ``y = op(x, theta)`` the input ``x`` and ``df = d h / d y``, and for each group ``D = d h / d h_before`` with every
-operator cut, both unit by unit and between components. They are the diagonal of the true Jacobian, whatever
-stands between; entries that are zero by structure are not there at all.
+For each relation ``y = op(x, theta)`` there is the input ``x`` and ``df = d h / d y``, and for each group there is
+``D = d h / d h_before`` with every operator cut; both unit by unit and between components. They are the diagonal of
+the true Jacobian, whatever stands between; entries that are zero by structure are not there at all.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class FactorPlan:
         zero = jnp.zeros(y.shape, y.dtype)
         return jnp.stack([entries.get(a, zero) for a in range(count)], axis=-1)
 
-    def dense_D(self, factors: Factors, group: int) -> Array:  # noqa: N802
+    def dense_D(self, factors: Factors, group: int) -> Array:
         """``D`` of a group as one array, ``(*group shape, components, components)``."""
         components = self.groups[group].group.components
         zero = jnp.zeros(components.varshape, components.dtype)
@@ -204,10 +204,11 @@ def _check_differentiable(plan: GroupFactorPlan) -> None:
             *(v.aval for v in variables),
         )
     except ValueError as error:
+        names = ", ".join(map(spell, plan.group.hidden_paths))
         raise NotSupportedError(
-            f"JAX cannot differentiate the step with respect to {', '.join(map(spell, plan.group.hidden_paths))}, on the way "
-            f"from old to new states or from an operator to them: {str(error).splitlines()[0]} A loop needs a fixed number of "
-            "iterations (`scan`, or `fori_loop` with static bounds); or put `stop_gradient` around it."
+            f"JAX cannot differentiate the step with respect to {names}, on the way from old to new states or from an "
+            f"operator to them: {str(error).splitlines()[0]} A loop needs a fixed number of iterations (`scan`, or "
+            "`fori_loop` with static bounds); or put `stop_gradient` around it."
         ) from error
 
 
@@ -227,8 +228,8 @@ def _record(
         if not positions.exact:
             recorder.warn(
                 DiagnosticKind.FACTOR_APPROXIMATED,
-                f"Elements of the result of '{spell(relation.path)}' act on several units of {names}; the trace keeps the "
-                "effect on one unit each, the window keeps all. `rtrl` follows the rest too.",
+                f"Elements of the result of '{spell(relation.path)}' act on several units of {names}; the trace keeps "
+                "the effect on one unit each, the window keeps all. `rtrl` follows the rest too.",
                 primitive=relation.primitive,
                 weight_path=relation.path,
                 **about,

@@ -192,7 +192,8 @@ def compile_step_graph(
     ...     h = jnp.tanh(x @ params["w"] + params["decay"] * h)
     ...     return h, h
     >>> params = {"w": jnp.ones((3, 4)), "decay": jnp.ones(4)}
-    >>> [relation.path for relation in compile_step_graph(step, params, jnp.zeros(4), jnp.zeros(3)).hidden_param_op_relations]
+    >>> graph = compile_step_graph(step, params, jnp.zeros(4), jnp.zeros(3))
+    >>> [relation.path for relation in graph.hidden_param_op_relations]
     [('params', 'w'), ('params', 'decay')]
     """
     recorder = Recorder()
@@ -205,9 +206,7 @@ def compile_step_graph(
 def _compile(minfo: ModuleInfo, include_hidden_perturb: bool, recorder: Recorder) -> ETraceGraph:
     analysis = StepAnalysis(minfo)
     groups, path_to_group = find_hidden_groups_from_minfo(minfo, analysis=analysis, recorder=recorder)
-    relations = find_hidden_param_op_relations_from_minfo(
-        minfo, path_to_group, analysis=analysis, recorder=recorder
-    )
+    relations = find_hidden_param_op_relations_from_minfo(minfo, path_to_group, analysis=analysis, recorder=recorder)
     if not relations:
         raise CompilationError(_nothing_learns(recorder))
     plan = plan_factors(analysis, groups, relations, recorder)
@@ -237,19 +236,19 @@ def _record_unseen(minfo: ModuleInfo, recorder: Recorder) -> None:
         else:
             recorder.warn(
                 DiagnosticKind.PARAMETER_WITHOUT_OPERATOR,
-                f"'{spell(path)}' meets no input or state in an operator, so no trace is kept for it and it learns within "
-                "the window. Use an operator of `braintrace_core`, or compile with `lift=True`.",
+                f"'{spell(path)}' meets no input or state in an operator, so no trace is kept for it and it learns "
+                "within the window. Use an operator of `braintrace_core`, or compile with `lift=True`.",
                 weight_path=path,
             )
 
 
 def _nothing_learns(recorder: Recorder) -> str:
-    reasons = [f"  - {r.message}" for r in recorder.records if r.level is not DiagnosticLevel.INFO or r.kind in _REASONS]
+    records = [r for r in recorder.records if r.level is not DiagnosticLevel.INFO or r.kind in _REASONS]
     return "\n".join(
         [
             "No parameter of the model acts on a hidden state in a way that a trace can follow, so nothing can be "
             "learnt online. Feed a hidden state from a parameter (`x @ w`, `decay * h`, ...) inside the step.",
-            *reasons,
+            *(f"  - {record.message}" for record in records),
         ]
     )
 

@@ -36,7 +36,7 @@ class HiddenGroup(NamedTuple):
       transition_jaxpr_constvars: what the transition needs besides, as variables of the step's jaxpr.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # a tuple has a method of that name
     hidden_paths: list[Path]
     hidden_states: list[brainstate.State]
     hidden_invars: list[Var]
@@ -120,9 +120,10 @@ def find_hidden_groups_from_minfo(
     for group in groups:
         group.check_consistent_varshape()
         if len(group.hidden_paths) > 1:
+            names = ", ".join(map(spell, group.hidden_paths))
             recorder.info(
                 DiagnosticKind.HIDDEN_GROUP_MERGED,
-                f"{', '.join(map(spell, group.hidden_paths))} feed one another unit by unit and form group {group.index}.",
+                f"{names} feed one another unit by unit and form group {group.index}.",
                 hidden_paths=group.hidden_paths,
             )
     return groups, {path: group for group in groups for path in group.hidden_paths}

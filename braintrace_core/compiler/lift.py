@@ -1,8 +1,8 @@
 """Lift: ordinary operations on parameters become operators, so that unmodified models can be trained.
 
 Where a value made of parameters alone meets data, the equation is replaced by the operator that means the same:
-``dot_general`` by ``matmul`` or ``einsum``, ``conv_general_dilated`` by ``conv``, a gather of rows by ``embedding``. A bias
-that is added to the result right away joins the operator. Any other meeting (bias, scale, decay) marks the
+``dot_general`` by ``matmul`` or ``einsum``, ``conv_general_dilated`` by ``conv``, a gather of rows by ``embedding``. A
+bias that is added to the result right away joins the operator. Any other meeting (bias, scale, decay) marks the
 parameter's side with ``element_wise`` and leaves the equation as it is.
 """
 
@@ -140,7 +140,8 @@ class _Lifter:
             if eqn.primitive.name == "dynamic_slice":
                 return primitive.bind(lax.expand_dims(index, (0,)), weight, mode="clip")
             return primitive.bind(lax.squeeze(index, (index.ndim - 1,)), weight, mode=_take_mode(eqn))
-        return _bind_dot(primitive, eqn, *map(self.read, eqn.invars), extra, self.is_trainable(eqn.invars[1]))
+        lhs, rhs = map(self.read, eqn.invars)
+        return _bind_dot(primitive, eqn, lhs, rhs, extra, weight_last=self.is_trainable(eqn.invars[1]))
 
     def mark(self, atom: Any, shape: tuple[int, ...], was: str) -> Any:
         """The value of ``atom``; if it is made of parameters, marked, and in the ``shape`` in which it acts."""
@@ -156,7 +157,9 @@ class _Lifter:
         return self.marked[atom, shape]
 
     def record(self, primitive: Primitive, was: str, behind: list[Any]) -> None:
-        weights = [self.paths[v] for atom in behind for v in sorted(self.depends.parameters(atom), key=self.order.get)]
+        weights = [
+            self.paths[v] for atom in behind for v in sorted(self.depends.parameters(atom), key=self.order.__getitem__)
+        ]
         self.recorder.info(
             DiagnosticKind.OPERATOR_LIFTED,
             f"`{was}` with {', '.join(repr(spell(p)) for p in dict.fromkeys(weights))} became `{primitive.name}`.",

@@ -63,7 +63,7 @@ def stack(rows: list[Pattern | None], shape: Shape) -> Pattern:
 
 
 def place(updates: Pattern, shape: Shape, indices: Any, params: Mapping[str, Any]) -> Pattern:
-    """The pattern of ``updates`` scattered at ``indices`` over a value of ``shape``; ``params`` are those of a scatter."""
+    """The pattern of ``updates`` put at ``indices`` of a value of ``shape``, as a scatter with ``params`` does."""
     if not updates.width:
         return Pattern.mixing(shape)
     dims, mode = params["dimension_numbers"], params["mode"]

@@ -14,15 +14,12 @@ from .hidden_group import HiddenGroup
 __all__ = ["PathClassification", "Reach", "blocking_operators"]
 
 
-class PathClassification(str, enum.Enum):
+class PathClassification(enum.StrEnum):
     """All paths from an operator's result to a hidden state, taken together."""
 
     ALL_DIRECT = "all_direct"
     ALL_THROUGH_OTHER_ETP = "all_through_other_etp"
     MIXED = "mixed"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 class Reach:

@@ -80,7 +80,7 @@ def add_hidden_perturbation_in_module(model: brainstate.nn.Module, *args: Any, *
 
 
 class _Perturber:
-    """Writes the step anew, keeping, between the states of a group, the values that their mates see: those without terms."""
+    """Writes the step anew, keeping for the states of a group what they see of one another: values without terms."""
 
     def __init__(self, analysis: StepAnalysis, groups: Sequence[HiddenGroup]) -> None:
         self.minfo = analysis.minfo

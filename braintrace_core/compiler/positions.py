@@ -99,9 +99,7 @@ class Positions:
             plain = partial(eqn.primitive.apply, **eqn.params)
             return self._inner(jax.make_jaxpr(plain)(*(v.aval for v in eqn.invars)), eqn.invars, inputs, values)
         if name == "cond":
-            branches = [
-                self._inner(branch, eqn.invars[1:], inputs[1:], values) for branch in eqn.params["branches"]
-            ]
+            branches = [self._inner(branch, eqn.invars[1:], inputs[1:], values) for branch in eqn.params["branches"]]
             return [_join(results) for results in zip(*branches, strict=True)]
         if name == "scan" and eqn.params["length"] <= _LONGEST_SCAN:
             return self._scan(eqn, inputs, values)
@@ -155,16 +153,14 @@ class Positions:
         return Pattern(np.stack(columns, axis=-1), any(p.mixed for p in patterns if p is not None))
 
     def _accumulated(self, eqn: JaxprEqn, ps: list[Pattern | None]) -> Pattern:
-        """Updates combined with an operand at known indices: element-wise, after the updates were put in their places."""
+        """Updates combined with an operand at known indices: element-wise, once the updates are in their places."""
         operand, _, updates = ps
         parts = [] if operand is None else [operand]
         if updates is not None:
             parts.append(place(updates, eqn.invars[0].aval.shape, self._value(eqn.invars[1]), eqn.params))
         return union(parts)
 
-    def _inner(
-        self, inner: Any, operands: Sequence[Any], inputs: Sequence[Patterns], values: bool
-    ) -> list[Patterns]:
+    def _inner(self, inner: Any, operands: Sequence[Any], inputs: Sequence[Patterns], values: bool) -> list[Patterns]:
         """The patterns of the results of an inner jaxpr; None stands for an operand that is never known."""
         jaxpr, consts = open_jaxpr(inner)
         known = dict(zip(jaxpr.constvars, consts, strict=True))

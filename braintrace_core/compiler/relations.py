@@ -40,7 +40,7 @@ class HiddenParamOpRelation(NamedTuple):
       eqn_params: the equation's static parameters.
       path_classification: hidden path -> class of the paths to it.
       trainable_vars, trainable_paths, trainable_leaf_indices, trainable_param_states, trainable_processing_chains: by
-        the primitive's key names, the operand's variable and the first parameter behind it; the chain knows all of them.
+        the primitive's key names, the operand's variable and the first parameter behind it; the chain knows them all.
     """
 
     primitive: Primitive
@@ -94,7 +94,8 @@ class HiddenParamOpRelation(NamedTuple):
 
     def __repr__(self) -> str:
         trains = ", ".join(f"{key}={spell(path)}" for key, path in self.trainable_paths.items())
-        return f"HiddenParamOpRelation({self.primitive.name}({trains}) -> {', '.join(map(spell, self.connected_hidden_paths))})"
+        states = ", ".join(map(spell, self.connected_hidden_paths))
+        return f"HiddenParamOpRelation({self.primitive.name}({trains}) -> {states})"
 
 
 def find_hidden_param_op_relations_from_minfo(
@@ -217,7 +218,7 @@ class _Finder:
 
     def connected(self, y: Var, about: dict[str, Any]) -> list[Path]:
         """The hidden states that ``y`` feeds directly and whose units it fits; a record says why if there are none."""
-        direct = self.reach.directly(y)
+        name, direct = spell(about["weight_path"]), self.reach.directly(y)
         self.check_dtypes(direct, about)
         if not direct:
             self.record_unconnected(y, about)
@@ -226,9 +227,9 @@ class _Finder:
         if not fed:
             self.recorder.info(
                 DiagnosticKind.RELATION_EXCLUDED_NON_TEMPORAL,
-                f"'{spell(about['weight_path'])}' acts on {', '.join(map(spell, direct))} only through operations without a "
-                "derivative (comparisons, rounding, stop_gradient): it has no gradient there. Use a surrogate "
-                "gradient if it should learn from them.",
+                f"'{name}' acts on {', '.join(map(spell, direct))} only through operations without a derivative "
+                "(comparisons, rounding, stop_gradient): it has no gradient there. Use a surrogate gradient if it "
+                "should learn from them.",
                 hidden_paths=direct,
                 **about,
             )
@@ -238,9 +239,9 @@ class _Finder:
             shapes = {spell(p): tuple(self.analysis.hidden[p][1].aval.shape) for p in misfits}
             self.recorder.warn(
                 DiagnosticKind.RELATION_EXCLUDED_SHAPE_MISMATCH,
-                f"'{spell(about['weight_path'])}' acts on {shapes} through a result of shape {tuple(y.aval.shape)} whose "
-                "elements do not belong to single units there, so no trace is kept for this path; it learns within the "
-                "window. Let each element of the result feed one unit, or use `rtrl`.",
+                f"'{name}' acts on {shapes} through a result of shape {tuple(y.aval.shape)} whose elements do not "
+                "belong to single units there, so no trace is kept for this path; it learns within the window. Let "
+                "each element of the result feed one unit, or use `rtrl`.",
                 hidden_paths=misfits,
                 **about,
             )
@@ -252,9 +253,9 @@ class _Finder:
             aval = self.analysis.minfo.hidden_path_to_invar[p].aval
             if not is_differentiable(aval):
                 raise CompilationError(
-                    f"Parameter '{spell(about['weight_path'])}' acts on hidden state '{spell(p)}', whose dtype {aval.dtype} "
-                    "has no derivative. Keep it in a `brainstate.ShortTermState` if it needs no credit, or give it a "
-                    "floating dtype."
+                    f"Parameter '{spell(about['weight_path'])}' acts on hidden state '{spell(p)}', whose dtype "
+                    f"{aval.dtype} has no derivative. Keep it in a `brainstate.ShortTermState` if it needs no credit, "
+                    "or give it a floating dtype."
                 )
 
     def feeds(self, y: Var, path: Path) -> bool:

@@ -120,7 +120,7 @@ def _describe(
     compiled: tuple[brainstate.State, ...],
     paths: dict[int, Path],
 ) -> ModuleInfo:
-    trees = [jax.tree.structure(state.value) for state in compiled]
+    trees: list[Any] = [jax.tree.structure(state.value) for state in compiled]
     num_leaves = sum(tree.num_leaves for tree in trees)
     jaxpr = open_jaxpr(closed)[0]
     num_out = len(jaxpr.outvars) - num_leaves

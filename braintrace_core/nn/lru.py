@@ -11,7 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..ops import element_wise
 from .linear import Linear
-from .module import Cell, axis_sizes, expand, split_key
+from .module import Cell, axis_sizes, split_key
 
 __all__ = ["LRUCell"]
 

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..ops import element_wise
 from .linear import Linear
-from .module import Cell, Initializer, Size, expand, matrix_shape, split_key
+from .module import Cell, Initializer, Size, matrix_shape, split_key
 
 __all__ = ["LSTMCell", "URLSTMCell"]
 

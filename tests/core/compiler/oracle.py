@@ -1,8 +1,8 @@
 """Dense Jacobians as a reference for factors.
 
-Two oracles. :func:`expected_factors` never looks at a jaxpr: the models of ``zoo.py`` say themselves where their operators
-are (``op.cut``, ``op.mark``), and the Jacobians are taken of the plain Python function. :func:`factors_from_jaxpr` takes
-them of the flat jaxpr of any graph, for models that were not written for it (brainstate modules).
+Two oracles. :func:`expected_factors` never looks at a jaxpr: the models of ``zoo.py`` say themselves where their
+operators are (``op.cut``, ``op.mark``), and the Jacobians are taken of the plain Python function.
+:func:`factors_from_jaxpr` takes them of the flat jaxpr of any graph, for models that were not written for it.
 """
 
 from collections.abc import Callable
@@ -74,18 +74,21 @@ def expected_factors(step: Callable[..., Any], params: Any, carry: Any, inputs: 
     z = _components([leaves[i] for i in members])
     _, shapes = run(z, {})
     between = jax.jacrev(lambda z: run(z, {})[0])(z)
-    df = {}
-    for name, shape in shapes.items():
-        real = jnp.finfo(shape.dtype).dtype
-        zero = jnp.zeros(int(np.prod(shape.shape)), real)
-        parts = [jnp.ones((), shape.dtype)]
-        if jnp.issubdtype(shape.dtype, jnp.complexfloating):
-            parts.append(jnp.asarray(1j, shape.dtype))
-        jacobians = [
-            np.asarray(jax.jacrev(lambda d: run(z, {name: d.astype(shape.dtype) * part})[0])(zero)) for part in parts
-        ]
-        df[name] = jacobians[0] if len(jacobians) == 1 else jacobians[0] - 1j * jacobians[1]
-    return Dense(np.asarray(between), df)
+    return Dense(
+        np.asarray(between), {name: _by_term(lambda terms: run(z, terms)[0], name, s) for name, s in shapes.items()}
+    )
+
+
+def _by_term(run, name, shape):
+    """The Jacobian of ``run({name: term})`` at zero, for a term with this shape and dtype."""
+
+    def along(direction):
+        zero = jnp.zeros(int(np.prod(shape.shape)), jnp.finfo(shape.dtype).dtype)
+        return np.asarray(jax.jacrev(lambda d: run({name: d.astype(shape.dtype) * direction}))(zero))
+
+    if jnp.issubdtype(shape.dtype, jnp.complexfloating):
+        return along(jnp.ones((), shape.dtype)) - 1j * along(jnp.asarray(1j, shape.dtype))
+    return along(jnp.ones((), shape.dtype))
 
 
 def factors_from_jaxpr(graph: ETraceGraph, group: int, args: tuple, state_values: list[Any]) -> Dense:

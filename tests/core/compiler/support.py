@@ -34,7 +34,7 @@ def state_values(graph: ETraceGraph, params: Any, carry: Any) -> list[Any]:
 
 
 def parameters_behind(relation: Any) -> list[str]:
-    """The names of the parameters behind a relation, in the order of operands and, behind each, of the step's inputs."""
+    """The names of the parameters behind a relation, operand by operand, in the order of the step's inputs."""
     paths = [path for chain in relation.trainable_processing_chains.values() for path in chain.paths]
     return [path[-1] for path in dict.fromkeys(paths)]
 

@@ -67,7 +67,9 @@ def test_nothing_reaches_a_hidden_state():
         return 0.5 * h + x, h @ p
 
     refuse(text, compile_step_graph, step, jnp.ones((3, 4)), jnp.zeros(3), X)
-    with pytest.raises(CompilationError, match="  - 'params' reaches no hidden state: it acts on the present output only"):
+    with pytest.raises(
+        CompilationError, match="  - 'params' reaches no hidden state: it acts on the present output only"
+    ):
         compile_step_graph(step, jnp.ones((3, 4)), jnp.zeros(3), X)
 
 
@@ -76,8 +78,8 @@ def test_a_state_that_changes_its_shape_or_dtype():
         model.h.value = (x @ model.w.value)[:3]
 
     refuse(
-        "Hidden state 'h' changes between steps: it enters with shape (4,) and dtype float64 and leaves with shape (3,) and "
-        "dtype float64.",
+        "Hidden state 'h' changes between steps: it enters with shape (4,) and dtype float64 and leaves with shape "
+        "(3,) and dtype float64.",
         compile_etrace_graph,
         Custom(shorter),
         X,
@@ -87,8 +89,8 @@ def test_a_state_that_changes_its_shape_or_dtype():
         return {"h": (x @ p).astype(jnp.float32)}, x
 
     refuse(
-        "Hidden state 'carry/h' changes between steps: it enters with shape (4,) and dtype float64 and leaves with shape (4,) "
-        "and dtype float32.",
+        "Hidden state 'carry/h' changes between steps: it enters with shape (4,) and dtype float64 and leaves with "
+        "shape (4,) and dtype float32.",
         compile_step_graph,
         coarser,
         jnp.ones((3, 4)),
@@ -197,12 +199,21 @@ def graph():
 
 
 def old_values(graph, **changed):
-    values = {("params", "w"): PARAMS["w"], ("params", "b"): PARAMS["b"], ("carry", "h"): CARRY["h"], ("carry", "n"): CARRY["n"]}
+    values = {
+        ("params", "w"): PARAMS["w"],
+        ("params", "b"): PARAMS["b"],
+        ("carry", "h"): CARRY["h"],
+        ("carry", "n"): CARRY["n"],
+    }
     return [changed.get(path[-1], values[path]) for path in graph.module_info.paths]
 
 
 INPUTS = {
-    "few": ((X,), "The step was compiled for 3 input array(s) (input 0, input 1['a'], input 1['b']) and was called with 1 (input 0)"),
+    "few": (
+        (X,),
+        "The step was compiled for 3 input array(s) (input 0, input 1['a'], input 1['b']) and was called with 1 "
+        "(input 0)",
+    ),
     "many": ((X, EXTRA, X), "was called with 4 (input 0, input 1['a'], input 1['b'], input 2)"),
     "renamed": ((X, {"a": X, "c": X}), "was called with 3 (input 0, input 1['a'], input 1['c'])"),
     "shape": (
@@ -213,7 +224,10 @@ INPUTS = {
         (X.astype(jnp.float32), EXTRA),
         "The input 0 has shape (3,) and dtype float32; the step was compiled for (3,) and float64.",
     ),
-    "batch": ((jnp.ones((2, 3)), EXTRA), "The input 0 has shape (2, 3) and dtype float64; the step was compiled for (3,)"),
+    "batch": (
+        (jnp.ones((2, 3)), EXTRA),
+        "The input 0 has shape (2, 3) and dtype float64; the step was compiled for (3,)",
+    ),
 }
 
 
@@ -231,7 +245,9 @@ def test_states_that_do_not_fit(graph):
         return graph.step_with_factors(X, EXTRA, old_state_vals=values)
 
     names = "carry/h, carry/n, params/b, params/w"
-    refuse(f"The step has 4 state(s) ({names}) and was given values for 3.", call, old_values(graph)[:3], error=ValueError)
+    refuse(
+        f"The step has 4 state(s) ({names}) and was given values for 3.", call, old_values(graph)[:3], error=ValueError
+    )
     refuse(
         "The state 'carry/h' has shape (5,) and dtype float64; the step was compiled for (4,) and float64.",
         call,

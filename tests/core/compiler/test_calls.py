@@ -1,4 +1,4 @@
-"""Calls are transparent: a step inside jit, remat, a custom derivative or control flow has the factors of the plain one."""
+"""Calls are transparent: inside jit, remat, a custom derivative or control flow a step has the same factors."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from braintrace_core._compat import CALLS, CUSTOM_CALLS
 from tests.core.compiler.oracle import diagonal, factors_from_jaxpr
 from tests.core.compiler.support import compile_model, state_values
 from tests.core.compiler.test_factors import check_factors
-from tests.core.compiler.zoo import IN, N, ZOO, Model, Numbers, both, spike_vjp
+from tests.core.compiler.zoo import IN, ZOO, Model, N, Numbers, both, spike_vjp
 
 KINDS = DiagnosticKind
 
@@ -188,7 +188,9 @@ def test_a_parameter_inside_a_while_loop_is_named():
     graph = compile_step(lambda p, h, x: lax.stop_gradient(loop(p, h, x)) + 0.5 * h + x @ p["w"])
     (record,) = graph.explain(kind=KINDS.PRIMITIVE_INSIDE_CONTROL_FLOW)
     assert record.level is DiagnosticLevel.WARNING
-    assert "'params/u' acts inside a `while` that stays closed: its number of iterations depends on data" in record.message
+    assert (
+        "'params/u' acts inside a `while` that stays closed: its number of iterations depends on data" in record.message
+    )
     model = step_of(None)
     factors = factors_of(graph, model)
     np.testing.assert_array_equal(factors.D[0][0, 0], 0.5)
@@ -197,7 +199,9 @@ def test_a_parameter_inside_a_while_loop_is_named():
 
 
 def test_a_while_loop_on_the_way_of_credit():
-    with pytest.raises(NotSupportedError, match=r"JAX cannot differentiate the step with respect to carry.*Reverse-mode"):
+    with pytest.raises(
+        NotSupportedError, match=r"JAX cannot differentiate the step with respect to carry.*Reverse-mode"
+    ):
         compile_step(loop)
 
 
@@ -283,7 +287,10 @@ def test_a_scan_without_steps():
 def test_a_model_whose_only_operator_is_out_of_reach():
     with pytest.raises(CompilationError, match="'params' acts inside a `while` that stays closed"):
         compile_step_graph(
-            lambda p, h, x: both(loop({"u": p, "w": jnp.zeros((IN, N))}, h, x)), Numbers()(N, N), jnp.zeros(N), jnp.ones(IN)
+            lambda p, h, x: both(loop({"u": p, "w": jnp.zeros((IN, N))}, h, x)),
+            Numbers()(N, N),
+            jnp.zeros(N),
+            jnp.ones(IN),
         )
 
 

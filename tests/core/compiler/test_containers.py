@@ -421,7 +421,7 @@ def test_gradients_with_respect_to_the_terms(lstm):
 def test_perturbation_from_either_source(minfo, lstm):
     for perturbation in (add_hidden_perturbation_from_minfo(minfo), add_hidden_perturbation_in_module(lstm, X)):
         flat = minfo.flatten_inputs((X,), {}, _values(minfo))
-        jaxpr, consts = open_jaxpr(perturbation.perturb_jaxpr)
+        jaxpr, _ = open_jaxpr(perturbation.perturb_jaxpr)
         terms = perturbation.init_perturb_data()
         assert len(jaxpr.invars) == len(flat) + 2
         for found, expected in zip(

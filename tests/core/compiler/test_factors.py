@@ -4,12 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 from tests.core.compiler.oracle import at_home, diagonal, expected_factors, homes
 from tests.core.compiler.support import (
     all_values,
-    compile_model,
     compiled,
     gradient_from_factors,
     relations_by_name,
@@ -113,7 +111,7 @@ def loss_of(out, states):
 
 @over_the_zoo
 def test_signals_times_factors_are_the_gradient_of_one_step(name):
-    """The whole chain: signals, factors, operators, what stands before them. Nothing is counted twice (rules, trap 1)."""
+    """The whole chain: signals, factors, operators and what is before them. Nothing is counted twice (trap 1)."""
     model, graph = ZOO[name], compiled(name)
     old = state_values(graph, model.params, model.carry)
     hidden = set(graph.hidden_perturb.perturb_hidden_paths)

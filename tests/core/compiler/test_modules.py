@@ -341,7 +341,11 @@ def test_noise_from_a_random_state_outside_the_model():
     assert ("outside", "0") in graph.module_info.paths
     assert [r.path for r in graph.hidden_param_op_relations] == [("cell", "W", "weight")]
     weights, hidden, others = graph.module_info.split_state_outvars()
-    assert (list(weights), list(hidden), list(others)) == ([("cell", "W", "weight")], [("cell", "h")], [("outside", "0")])
+    assert (list(weights), list(hidden), list(others)) == (
+        [("cell", "W", "weight")],
+        [("cell", "h")],
+        [("outside", "0")],
+    )
 
 
 def test_keyword_inputs():
@@ -360,9 +364,7 @@ def test_keyword_inputs():
     out, _, factors = graph.step_with_factors(x, gate=jnp.full(3, 0.5))
     close(out, model(x, gate=jnp.full(3, 0.5)), 1e-12)
     close(factors.x[0][:3], jnp.asarray([0.5, 1.5, 2.5]), 1e-12)
-    perturbed, _ = graph.call_hidden_perturb(
-        (x,), graph.hidden_perturb.init_perturb_data(), gate=jnp.full(3, 0.5)
-    )
+    perturbed, _ = graph.call_hidden_perturb((x,), graph.hidden_perturb.init_perturb_data(), gate=jnp.full(3, 0.5))
     assert perturbed.shape == (4,)
 
 
@@ -406,6 +408,8 @@ def test_without_lifting_operators_written_by_hand_are_all_there_are(name):
     cell, x, _ = after_some_steps(name)
 
     def found(graph):
-        return [(r.primitive.name, r.trainable_paths, r.connected_hidden_paths) for r in graph.hidden_param_op_relations]
+        return [
+            (r.primitive.name, r.trainable_paths, r.connected_hidden_paths) for r in graph.hidden_param_op_relations
+        ]
 
     assert found(compile_etrace_graph(cell, x, lift=False)) == found(compile_etrace_graph(cell, x))

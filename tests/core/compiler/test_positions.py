@@ -88,7 +88,9 @@ BOUNDED = {
     "softmax": lambda x, y: nn.softmax(x, axis=1) * y,
     "logsumexp": lambda x, y: nn.logsumexp(x, axis=0),
     "variance": lambda x, y: (x - x.mean()) / jnp.sqrt(x.var() + 1),
-    "conv": lambda x, y: lax.conv_general_dilated(x[None], jnp.ones((2, 4, 3)), (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")),
+    "conv": lambda x, y: lax.conv_general_dilated(
+        x[None], jnp.ones((2, 4, 3)), (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+    ),
     "dynamic index": lambda x, y: x[(y[0, 0] > 0).astype(int)],
     "dynamic row": lambda x, y: lax.dynamic_update_slice(x, y[:1], ((y[0, 0] > 0).astype(int), 0)),
     "while": lambda x, y: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.roll(c[1], 1)), (0, x))[1],

@@ -11,7 +11,7 @@ from tests.core.compiler.oracle import PLAIN
 from tests.core.compiler.support import all_values, compile_model, gradient_from_factors, state_values
 from tests.core.compiler.test_calls import in_custom_jvp, in_custom_vjp, in_remat
 from tests.core.compiler.test_factors import close
-from tests.core.compiler.zoo import IN, N, ZOO, Numbers, both
+from tests.core.compiler.zoo import IN, ZOO, N, Numbers, both
 
 X = Numbers(3)(IN)
 

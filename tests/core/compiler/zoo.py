@@ -24,10 +24,10 @@ IN = 3  # inputs
 class Model:
     """A step function, values to run it on, and what the compiler must find in it.
 
-    ``operators`` names for each ``op.cut`` or ``op.mark`` the primitive and the parameters behind it, in the order of its
-    operands; ``passes`` is how many passes of reverse differentiation the factors take. ``written`` is the step as a
-    user would write it, where that differs (``step`` is then its straight-line equivalent). ``home`` gives the unit that
-    the elements of a result belong to where they act on several. ``groups`` lists the leaves of the carry that
+    ``operators`` names for each ``op.cut`` or ``op.mark`` the primitive and the parameters behind it, in the order of
+    its operands; ``passes`` is how many passes of reverse differentiation the factors take. ``written`` is the step as
+    a user would write it, where that differs (``step`` is then its straight-line equivalent). ``home`` gives the unit
+    that the elements of a result belong to where they act on several. ``groups`` lists the leaves of the carry that
     belong together. ``partial`` are parameters that also act otherwise than through their relations.
     """
 
