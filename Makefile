@@ -62,6 +62,10 @@ $(NEWEST)/.installed: $(REQUIREMENTS)
 .PHONY: install
 install: $(VENV)/.installed ## Create .venv with the package and its test tools.
 
+.PHONY: train
+train: install ## Train a network online on real data: progress, a learning curve and a checkpoint in runs/.
+	$(BIN)/python examples/digits.py
+
 .PHONY: test
 test: install ## Run all tests and doctests (PYTEST_ARGS="-n 0 -k name" to choose).
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -103,7 +103,7 @@ class Positions:
             return [_join(results) for results in zip(*branches, strict=True)]
         if name == "scan" and eqn.params["length"] <= _LONGEST_SCAN:
             return self._scan(eqn, inputs, values)
-        rule = self._rule(eqn, values)
+        rule = self._rule(eqn)
         sources = {source: None for operand in inputs for source in operand}
         results: list[Patterns] = [{} for _ in eqn.outvars]
         for source in sources:
@@ -112,18 +112,14 @@ class Positions:
                     result[source] = pattern
         return results
 
-    def _rule(self, eqn: JaxprEqn, values: bool) -> Rule:
+    def _rule(self, eqn: JaxprEqn) -> Rule:
         """How one source's patterns go through ``eqn``."""
         name, params = eqn.primitive.name, eqn.params
         shapes = [tuple(v.aval.shape) for v in eqn.outvars]
         if name == "optimization_barrier":
             return lambda ps: ps
         if name in ELEMENTWISE or name in FLAT:
-            chooser = {0} if name == "select_n" and not values else set()
-            return lambda ps: [
-                _elementwise([p for i, p in enumerate(ps) if p is not None and i not in chooser], shape)
-                for shape in shapes
-            ]
+            return lambda ps: [_elementwise([p for p in ps if p is not None], shape) for shape in shapes]
         if name in MOVES:
             return lambda ps: move(name, params, ps, [tuple(v.aval.shape) for v in eqn.invars], shapes)
         if name in REDUCTIONS:

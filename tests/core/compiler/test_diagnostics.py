@@ -257,6 +257,19 @@ def test_a_misfit_is_reported_and_dropped():
     assert [r.path for r in graph.hidden_param_op_relations] == [("params", "u")]
 
 
+@pytest.mark.loose_promotion
+def test_only_the_state_that_does_not_fit_is_dropped():
+    def step(p, carry, x):
+        y = x @ p
+        return (0.5 * carry[0] + y, 0.5 * carry[1] + y @ np.ones((N, 2))), y
+
+    graph = compile_step_graph(step, Numbers()(IN, N), (jnp.zeros(N), jnp.zeros(2)), jnp.ones(IN))
+    (relation,) = graph.hidden_param_op_relations
+    assert relation.connected_hidden_paths == [("carry", "0")]
+    (record,) = graph.explain(kind=KINDS.RELATION_EXCLUDED_SHAPE_MISMATCH)
+    assert record.hidden_paths == (("carry", "1"),)
+
+
 def test_a_parameter_without_a_derivative():
     graph = compile_step(lambda p, h, x: 0.5 * h + x @ p["w"] + jnp.floor(h @ p["u"]) + (h > p["b"]).astype(h.dtype))
     records = graph.explain(kind=KINDS.RELATION_EXCLUDED_NON_TEMPORAL)

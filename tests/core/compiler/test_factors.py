@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from braintrace_core import compile_step_graph
+
 from tests.core.compiler.oracle import at_home, diagonal, expected_factors, homes
 from tests.core.compiler.support import (
     all_values,
@@ -80,6 +82,30 @@ def test_number_of_passes(name):
     assert compiled(name).factor_plan.num_passes == ZOO[name].passes
 
 
+# Model -> the entries of ``D`` between components, and the components that each operator moves; all others are zero
+# whatever the values, so no rule needs to keep them.
+ENTRIES = {
+    "vanilla": (set(), {"w": {0}, "u": {0}, "b": {0}}),
+    "indrnn": ({(0, 0)}, {"d": {0}, "w": {0}}),
+    "lstm_fused": ({(0, 1), (1, 1)}, {"w": {0, 1}, "u": {0, 1}, "b": {0, 1}}),
+    "lstm_split": ({(0, 1), (1, 1)}, {"i": {0, 1}, "f": {0, 1}, "g": {0, 1}, "o": {0}}),
+    "synapse_and_membrane": ({(0, 0), (1, 0), (1, 1)}, {"w": {0, 1}}),
+    "two_names_for_one_value": (set(), {"w": {0, 1}}),
+    "complex_lru": ({(a, b) for a in (0, 1) for b in (0, 1)}, {"lambda": {0, 1}, "re": {0, 1}, "im": {0, 1}}),
+}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_entries_that_are_zero_by_structure_are_not_there(name):
+    model, graph = ZOO[name], compiled(name)
+    old = state_values(graph, model.params, model.carry)
+    _, _, factors = graph.step_with_factors(*model.inputs, old_state_vals=old)
+    between, moved = ENTRIES[name]
+    assert set(factors.D[0]) == between
+    found = relations_by_name(graph, model.operators)
+    assert {operator: set(factors.df[r][0]) for operator, r in found.items()} == moved
+
+
 @over_the_zoo
 def test_a_batch_under_vmap_and_jit(name):
     model, graph = ZOO[name], compiled(name)
@@ -134,6 +160,22 @@ def test_signals_times_factors_are_the_gradient_of_one_step(name):
         if path[-1] not in model.partial:
             close(gradient, expected[path[-1]], 10 * model.tolerance)
             assert np.abs(np.asarray(gradient, np.complex128)).max() > 0 or name in IDLE
+
+
+def test_only_shapes_are_read_when_compiling():
+    """Parameters and carry may be abstract, or traced by an outer transformation."""
+    model = ZOO["lstm_fused"]
+    shapes = jax.eval_shape(lambda: (model.params, model.carry, model.inputs))
+    abstract = compile_step_graph(model.function, shapes[0], shapes[1], *shapes[2])
+    assert repr(abstract) == repr(compiled("lstm_fused"))
+    assert not any(np.any(state.value) for state in abstract.module_info.compiled_model_states)
+
+    @jax.jit
+    def compile_and_run(params, carry, x):
+        graph = compile_step_graph(model.function, params, carry, x)
+        return graph.step_with_factors(x, old_state_vals=state_values(graph, params, carry))[2]
+
+    check_factors(model, compiled("lstm_fused"), compile_and_run(model.params, model.carry, *model.inputs))
 
 
 # Models in which some parameter has no effect at the chosen values.

@@ -65,7 +65,7 @@ EXACT = {
     "sum of pairs": lambda x, y: x.reshape(3, 2, 2).sum(-1),
     "jit": lambda x, y: jax.jit(lambda x: jnp.roll(x, 1))(x) + y,
     "remat": lambda x, y: jax.checkpoint(jnp.sin)(x) + y,
-    "named": lambda x, y: checkpoint_name(x, "x") + lax.optimization_barrier((x, y[0]))[0],
+    "named": lambda x, y: checkpoint_name(x, "x") + lax.optimization_barrier((y[0], x))[1],
     "custom rule": lambda x, y: step_function(x) * 2 + y,
     "cond": lambda x, y: lax.cond(True, lambda: x * y, lambda: x + y),
     "scan": moved_by_scan,
