@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ..compiler.graph import ETraceGraph
 from .factors import Signal, WindowFactors
@@ -36,10 +36,4 @@ class TBPTT(Rule):
 
 @dataclass(frozen=True)
 class BPTT(TBPTT):
-    """Back-propagation through the whole sequence, which is then one window.
-
-    Attributes:
-      checkpoint: ``"sqrt"`` keeps the states of every ``sqrt(T)``-th step and recomputes the others, None keeps all.
-    """
-
-    checkpoint: Literal["sqrt"] | None = None
+    """Back-propagation through the whole sequence, which is then one window."""

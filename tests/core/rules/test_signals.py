@@ -1,0 +1,117 @@
+"""Where the signal comes from: random feedback, modulators, filters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from braintrace_core import compile_step_graph
+from braintrace_core.rules import DRTRL, TBPTT, EProp, Immediate, PPProp, ThreeFactor, get_rule
+from tests.core.rules import zoo
+
+CASE = zoo.cases()[0]["indrnn"]
+RECURRENT = ("w", "d", "b")
+CARRY, INPUTS = zoo.batch_of(CASE)
+
+
+def gradients(rule, window=4, **options):
+    return zoo.online(CASE, rule, window, CARRY, INPUTS, credit="step", **options)[0]
+
+
+def test_random_feedback_leaves_the_readout_alone_and_changes_the_rest():
+    symmetric, random = gradients(EProp()), gradients(EProp(feedback="random"))
+    np.testing.assert_allclose(random["r"], symmetric["r"], rtol=1e-12)
+    for key in RECURRENT:
+        assert float(jnp.abs(random[key]).max()) > 0
+        assert float(jnp.abs(random[key] - symmetric[key]).max()) > 1e-3
+
+
+def test_random_feedback_is_that_of_its_seed():
+    first, again, other = (gradients(EProp(feedback="random", seed=s))["w"] for s in (1, 1, 2))
+    np.testing.assert_array_equal(first, again)
+    assert float(jnp.abs(first - other).max()) > 1e-3
+
+
+def test_a_modulator_takes_the_place_of_the_losss_signal():
+    loss_signal = INPUTS[..., 0]  # any (time, batch)
+    one, two, none = (
+        gradients(ThreeFactor(), window=zoo.STEPS, modulator=scale * loss_signal) for scale in (1.0, 2.0, 0.0)
+    )
+    for key in RECURRENT:
+        np.testing.assert_allclose(two[key], 2 * one[key], rtol=1e-12)
+        assert float(jnp.abs(one[key]).max()) > 0
+        assert not none[key].any()
+    np.testing.assert_allclose(none["r"], gradients(DRTRL())["r"], rtol=1e-12)  # no trace follows it: the loss's own
+
+
+def test_the_filter_of_eprop_is_a_running_sum_of_traces():
+    kappa = 0.6
+    found = gradients(EProp(kappa=kappa))
+    # The same by definition: the signal of step t acts on all traces up to t, weighed by kappa^(t - u).
+    expected = {key: 0.0 for key in RECURRENT}
+    signals = _signals()
+    for t in range(zoo.STEPS):
+        for u in range(t + 1):
+            modulator = jnp.zeros_like(signals).at[u].set(kappa ** (t - u) * signals[t])
+            part = gradients(ThreeFactor(), window=zoo.STEPS, modulator=modulator)
+            expected = {key: expected[key] + part[key] for key in RECURRENT}
+        if t == 2:
+            break
+    short = zoo.online(CASE, EProp(kappa=kappa), 1, CARRY, INPUTS[:3], credit="step")[0]
+    zoo.assert_close({key: short[key] for key in RECURRENT}, expected)
+    assert float(jnp.abs(found["w"] - gradients(DRTRL())["w"]).max()) > 1e-3
+
+
+def _signals():
+    """``dL_t / d h_t`` of the case's readout, ``(time, batch, units)``."""
+
+    def outputs(carry, x):
+        carry, out = jax.vmap(lambda c, x: CASE.step(CASE.params, c, x))(carry, x)
+        return carry, (carry, out)
+
+    _, (hidden, _) = jax.lax.scan(outputs, CARRY, INPUTS)
+    return jax.vmap(jax.vmap(jax.grad(lambda h: zoo.loss_of([h @ CASE.params["r"]]))))(hidden)
+
+
+def test_a_filter_advances_without_a_loss():
+    rule = EProp(kappa=0.6)
+    _, traces = zoo.online(CASE, rule, 1, CARRY, INPUTS[:1], credit="step")
+    _, later = zoo.online(CASE, rule, 1, CARRY, INPUTS[:3], credit="step", modulator=jnp.zeros((1, zoo.BATCH)))
+    assert any(float(jnp.abs(later[k] - traces[k]).max()) > 1e-6 for k in traces if k.endswith((".1", ".2")))
+
+
+def test_the_local_derivative_forgets_the_past():
+    carry, inputs = zoo.batch_of(CASE)
+    found, traces = zoo.online(CASE, Immediate(), 1, carry, inputs, credit="step")
+    assert not any(".D." in name for name in traces)
+    one_by_one = [zoo.online(CASE, Immediate(), 1, carry, inputs[:1], credit="step")[0]["w"]]
+    assert float(jnp.abs(found["w"] - one_by_one[0]).max()) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: PPProp(1.0), r"decay in \[0, 1\), got 1.0"),
+        (lambda: PPProp(0), "rank of at least 1, got 0"),
+        (lambda: PPProp("0.9"), "a number, a rank as a whole number"),
+        (lambda: EProp(kappa=1.0), r"kappa in \[0, 1\), got 1.0"),
+        (lambda: EProp(feedback="none"), 'feedback "symmetric" or "random"'),
+        (lambda: get_rule("rtlr"), "There is no rule 'rtlr'. Use one of bptt, d_rtrl"),
+    ],
+)
+def test_bad_arguments_are_refused(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def test_rules_go_by_name():
+    assert get_rule("d_rtrl") == DRTRL()
+    assert get_rule("pp_prop") == PPProp(0.9)
+    assert get_rule(TBPTT()) == TBPTT()
+
+
+@pytest.mark.parametrize("rule", [DRTRL(), PPProp(), EProp(kappa=0.5), Immediate(), TBPTT()], ids=repr)
+def test_bytes_are_those_of_the_traces(rule):
+    graph = compile_step_graph(CASE.step, CASE.params, CASE.carry, INPUTS[0, 0])
+    traces = rule.init(graph, 4)
+    assert rule.bytes(graph, 4) == sum(leaf.nbytes for leaf in traces.values())
