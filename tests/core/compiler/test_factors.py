@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from braintrace_core import compile_step_graph
-
 from tests.core.compiler.oracle import at_home, diagonal, expected_factors, homes
 from tests.core.compiler.support import (
     all_values,
