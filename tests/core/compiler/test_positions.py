@@ -178,6 +178,8 @@ def test_more_elements_than_fit_in_a_list_count_as_all():
     rows, elements, spread = pattern.listed()
     np.testing.assert_array_equal(rows, elements)
     assert not spread.any()
+    (pattern,) = patterns_of(jnp.sum, many)
+    assert (pattern.mixed, pattern.width) == (True, 0)
     (pattern,) = patterns_of(lambda x: sum(jnp.roll(x, k) for k in range(MAX_LISTED + 1)), many)
     assert (pattern.mixed, pattern.width) == (True, 0)
 
