@@ -347,6 +347,15 @@ def rolled_state(r):
     return step, {"w": r(IN, N)}, r(N)
 
 
+@model({"w": "etp_mv w"}, passes=3, home={"w": np.arange(N)}, partial=frozenset("w"))
+def result_and_its_neighbour(r):
+    def step(p, h, x, op):
+        y = op.cut("w", x @ p["w"])
+        return both(jnp.tanh(jnp.roll(y, 1) + 0.5 * y) + 0.5 * h)
+
+    return step, {"w": r(IN, N)}, r(N)
+
+
 def _mean(r, n):
     def step(p, h, x, op):
         return both(jnp.tanh(op.cut("w", x @ p["w"]) + 0.5 * h - h.mean()))
