@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ..compiler.graph import ETraceGraph
+from ..ops.dtypes import storage_dtype
 from .factors import Pair, Signal, WindowFactors
 from .operators import operator_gradient
 from .plan import GroupPlan, Link, RulePlan
@@ -42,7 +43,9 @@ class DRTRL(Rule):
             y = link.operator.y.aval
             for name, rule in link.traces(operands).rules.items():
                 for a in link.stored:
-                    traces[f"{link.name}.{name}.{a}"] = jnp.zeros((batch_size, *rule.shape), dtype or rule.dtype)
+                    traces[f"{link.name}.{name}.{a}"] = jnp.zeros(
+                        (batch_size, *rule.shape), storage_dtype(dtype, rule.dtype)
+                    )
             for a in link.moved:
                 traces[f"{link.name}.df.{a}"] = jnp.zeros((batch_size, *y.shape), y.dtype)
             if link.operator.x is not None:

@@ -13,7 +13,6 @@ from jax import Array
 from .._compat import JaxprEqn, Var
 from ..compiler.schedule import Operator
 from ..ops import etp_embedding_p
-from ..ops.dtypes import common_dtype
 from ..ops.trace_rules import traces_of
 
 __all__ = ["add_to", "encoded_gradient", "encoded_input", "operator_gradient"]
@@ -75,7 +74,8 @@ def encoded_gradient(operator: Operator, operands: Sequence[Any], x: Any, cotang
         product = x.reshape(-1, rows).astype(cotangent.dtype).T @ cotangent.reshape(-1, features)
         return {"weight": product.reshape(table.shape)}
     if x is not None:
-        x = x.astype(common_dtype(x.dtype, cotangent.dtype))
+        own = operator.x.aval.dtype
+        x = x.astype(own if jnp.issubdtype(own, jnp.inexact) else cotangent.dtype)
     return operator_gradient(operator, operands, x, cotangent)
 
 

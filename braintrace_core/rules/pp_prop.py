@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ..compiler.graph import ETraceGraph
-from ..ops.dtypes import common_dtype
+from ..ops.dtypes import accumulation_dtype, common_dtype, storage_dtype
 from .factors import Signal, WindowFactors
 from .operators import encoded_gradient, encoded_input
 from .plan import Link, RulePlan
@@ -58,14 +58,17 @@ class PPProp(Rule):
                 shape = encoded_input(
                     link.operator, jax.ShapeDtypeStruct(link.operator.x.aval.shape, link.operator.x.aval.dtype)
                 )
-                traces[input_name(plan, link)] = jnp.zeros((batch_size, *shape.shape), dtype or shape.dtype)
+                traces[input_name(plan, link)] = jnp.zeros(
+                    (batch_size, *shape.shape), storage_dtype(dtype, shape.dtype)
+                )
             y = link.operator.y.aval
             for a in link.reached:
-                traces[f"{link.name}.f.{a}"] = jnp.zeros((batch_size, *y.shape), dtype or y.dtype)
+                traces[f"{link.name}.f.{a}"] = jnp.zeros((batch_size, *y.shape), storage_dtype(dtype, y.dtype))
         return traces
 
     def advance(self, traces: Traces, factors: WindowFactors) -> Traces:
-        return jax.tree.map(lambda every: every[-1], self._every_step(traces, factors))
+        every = self._every_step(traces, factors)
+        return {name: every[name][-1].astype(value.dtype) for name, value in traces.items()}
 
     def gradient(self, traces: Traces, signal: Signal) -> OperandGradients:
         every = jax.tree.map(lambda value: value[None], traces)
@@ -76,8 +79,9 @@ class PPProp(Rule):
         return self._gradient(self._every_step(traces, factors), signals)
 
     def _every_step(self, traces: Traces, factors: WindowFactors) -> Traces:
-        """The traces after each step of a window, ``(time, batch, ...)``."""
+        """The traces after each step of a window, ``(time, batch, ...)``, not yet rounded to how they are stored."""
         plan, (keep_x, keep_f) = factors.plan, self.decays
+        traces = {name: value if name == "steps" else _widened(value) for name, value in traces.items()}
         inputs = {
             input_name(plan, link): encoded_input(link.operator, factors.x[i])
             for i, link in enumerate(plan.links)
@@ -161,6 +165,10 @@ def _unbias(steps: Array, keep: float) -> Array:
     """``1 / (1 - keep^t)``: what the weights of a running mean that began at zero still lack; zero before any step."""
     steps = steps.astype(jnp.result_type(float))
     return jnp.where(steps > 0, 1.0 / jnp.maximum(1.0 - keep**steps, jnp.finfo(steps.dtype).tiny), 0.0)
+
+
+def _widened(trace: Array) -> Array:
+    return trace.astype(accumulation_dtype(trace.dtype))
 
 
 def _spread(value: Array, onto: Array) -> Array:

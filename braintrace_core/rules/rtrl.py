@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ..compiler.graph import ETraceGraph
-from ..ops.dtypes import common_dtype
+from ..ops.dtypes import accumulation_dtype, common_dtype, storage_dtype
 from .factors import Signal, WindowFactors
 from .influence import HiddenVector, parameter_variables, step_map
 from .plan import RulePlan
-from .rule import OperandGradients, Rule, Traces, as_plan
+from .rule import OperandGradients, Rule, Traces, as_plan, times
 
 __all__ = ["RTRL", "UORO"]
 
@@ -33,7 +33,7 @@ class RTRL(Rule):
         plan = as_plan(graph)
         size = HiddenVector(plan).size
         return {
-            name: jnp.zeros((batch_size, size, *v.aval.shape), dtype or v.aval.dtype)
+            name: jnp.zeros((batch_size, size, *v.aval.shape), storage_dtype(dtype, v.aval.dtype))
             for name, v in _names(plan).items()
         }
 
@@ -52,19 +52,21 @@ class RTRL(Rule):
             if reset is not None:
                 through = jnp.where(reset, jnp.zeros_like(through), through)
             return [
-                (jnp.tensordot(through.astype(d.dtype), e.astype(d.dtype), 1) + d).astype(e.dtype)
+                jnp.tensordot(through.astype(e.dtype), e, 1) + d.astype(e.dtype)
                 for e, d in zip(influence, direct, strict=True)
             ]
 
         def step(influence: list[Array], at: Any) -> tuple[list[Array], None]:
             return jax.vmap(example)(influence, at), None
 
-        new, _ = lax.scan(step, list(traces.values()), now)
-        return dict(zip(traces, new, strict=True))
+        names = _names(plan)
+        wide = [traces[n].astype(accumulation_dtype(traces[n].dtype, v.aval.dtype)) for n, v in names.items()]
+        new = dict(zip(names, lax.scan(step, wide, now)[0], strict=True))
+        return {name: new[name].astype(value.dtype) for name, value in traces.items()}
 
     def gradient(self, traces: Traces, signal: Signal) -> OperandGradients:
         weights = HiddenVector(signal.plan).of_signal(signal)
-        return {name: _contract(weights, trace) for name, trace in traces.items()}
+        return {name: _contract(weights, traces[name]).astype(v.aval.dtype) for name, v in _names(signal.plan).items()}
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,10 @@ class UORO(Rule):
         return {
             "key": jax.random.key_data(keys),
             "hidden": jnp.zeros((batch_size, vector.size), dtype or vector.dtype),
-            **{name: jnp.zeros((batch_size, *v.aval.shape), dtype or v.aval.dtype) for name, v in _names(plan).items()},
+            **{
+                name: jnp.zeros((batch_size, *v.aval.shape), storage_dtype(dtype, v.aval.dtype))
+                for name, v in _names(plan).items()
+            },
         }
 
     def advance(self, traces: Traces, factors: WindowFactors) -> Traces:
@@ -126,11 +131,16 @@ class UORO(Rule):
         def step(old: Traces, at: Any) -> tuple[Traces, None]:
             return jax.vmap(example)(old, at), None
 
-        return lax.scan(step, traces, now)[0]
+        wide = {n: v if n == "key" else v.astype(accumulation_dtype(v.dtype)) for n, v in traces.items()}
+        new = lax.scan(step, wide, now)[0]
+        return {name: new[name].astype(value.dtype) for name, value in traces.items()}
 
     def gradient(self, traces: Traces, signal: Signal) -> OperandGradients:
-        weights = (HiddenVector(signal.plan).of_signal(signal) * traces["hidden"]).sum(-1)
-        return {name: _contract(weights[:, None], traces[name][:, None]) for name in _names(signal.plan)}
+        weights = times(HiddenVector(signal.plan).of_signal(signal), traces["hidden"]).sum(-1)
+        return {
+            name: _contract(weights[:, None], traces[name][:, None]).astype(v.aval.dtype)
+            for name, v in _names(signal.plan).items()
+        }
 
 
 def _names(plan: RulePlan) -> dict[str, Any]:
@@ -141,7 +151,8 @@ def _names(plan: RulePlan) -> dict[str, Any]:
 
 def _contract(weights: Array, trace: Array) -> Array:
     """``sum_b sum_h weights[b, h] trace[b, h, ...]``."""
-    return jnp.tensordot(weights.astype(common_dtype(weights.dtype, trace.dtype)), trace, 2)
+    dtype = common_dtype(weights.dtype, trace.dtype)
+    return jnp.tensordot(weights.astype(dtype), trace.astype(dtype), 2)
 
 
 def _norm(values: list[Array]) -> Array:

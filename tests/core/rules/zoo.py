@@ -10,9 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import braintrace_core as bc
+from braintrace_core.nn.surrogate import Triangular
 from braintrace_core.rules import RulePlan, online_gradient, step_online_gradient
 
 UNITS, FEATURES, STEPS, BATCH = 5, 3, 8, 3
+SPIKING = ("lif", "lif_with_synapse", "alif")
+
+spike = Triangular(0.8)
 
 
 class Case(NamedTuple):
@@ -44,7 +48,7 @@ def cases() -> tuple[dict[str, Case], dict[str, Case]]:
         )[0]
 
     def channels(x: Any, count: int) -> Any:
-        return x[:, None] * jnp.ones((1, count))
+        return x[:, None] * jnp.ones((1, count), x.dtype)
 
     def two_states(p: Any, c: Any, x: Any) -> Any:
         v, a = c
@@ -60,11 +64,22 @@ def cases() -> tuple[dict[str, Case], dict[str, Case]]:
         return out(h, jnp.real(h) @ p["r"])
 
     def not_holomorphic(p: Any, h: Any, x: Any) -> Any:
-        h = 0.5 * jnp.conj(h) * p["d"].astype(complex) + jnp.tanh(jnp.abs(h)).astype(complex) * (
-            x.astype(complex) @ p["w"]
+        h = 0.5 * jnp.conj(h) * p["d"].astype(h.dtype) + jnp.tanh(jnp.abs(h)).astype(h.dtype) * (
+            x.astype(h.dtype) @ p["w"]
         )
         return out(h, jnp.real(h) * jnp.imag(h))
 
+    def lif(p: Any, v: Any, x: Any) -> Any:
+        v = p["d"] * v * (1 - spike(v - 0.5)) + x @ p["w"]
+        return v, spike(v - 0.5) @ p["r"]
+
+    def lif_with_synapse(p: Any, c: Any, x: Any) -> Any:
+        g, v = c
+        g = 0.7 * g + x @ p["w"]
+        v = 0.8 * v * (1 - spike(v - 0.5)) + g + p["b"]
+        return (g, v), spike(v - 0.5) @ p["r"]
+
+    s = _random(3)  # apart, so that the draws of the other models stay what they are
     rows, cols = jnp.array([0, 0, 1, 2, 2]), jnp.array([0, 3, 1, 2, 4])
     unit_wise = {
         "indrnn": Case(
@@ -124,6 +139,8 @@ def cases() -> tuple[dict[str, Case], dict[str, Case]]:
             {"a": r(f, n), "b": r(f, n)},
             r(n),
         ),
+        "lif": Case(lif, {"w": s(f, n), "d": s(n), "r": s(n, 2)}, s(n)),
+        "lif_with_synapse": Case(lif_with_synapse, {"w": s(f, n), "b": s(n), "r": s(n, 2)}, (s(n), s(n))),
     }
 
     def lstm(p: Any, c: Any, x: Any) -> Any:
@@ -149,8 +166,14 @@ def cases() -> tuple[dict[str, Case], dict[str, Case]]:
         return (first, second), second @ p["r"]
 
     def complex_dense(p: Any, h: Any, x: Any) -> Any:
-        h = jnp.tanh(jnp.abs(h)).astype(complex) * (x.astype(complex) @ p["w"]) + 0.3 * (h @ p["u"])
+        h = jnp.tanh(jnp.abs(h)).astype(h.dtype) * (x.astype(h.dtype) @ p["w"]) + 0.3 * (h @ p["u"])
         return out(h, jnp.real(h) * jnp.imag(h))
+
+    def alif(p: Any, c: Any, x: Any) -> Any:
+        v, a = c
+        z = spike(v - 0.3 - 0.4 * a)
+        v, a = 0.8 * v - 0.5 * z + x @ p["w"] + z @ p["u"], 0.9 * a + 0.1 * z
+        return (v, a), spike(v - 0.3 - 0.4 * a) @ p["r"]
 
     gates = {k: r(f, n) for k in ("wz", "wr", "wh")} | {k: r(n, n) for k in ("uz", "ur", "uh")}
     mixing = {
@@ -161,6 +184,7 @@ def cases() -> tuple[dict[str, Case], dict[str, Case]]:
         "layer_norm": Case(normalised, {"w": r(f, n), "u": r(n, n), "s": r(n), "b": r(n), "q": r(f)}, r(n)),
         "stack": Case(stack, {"w1": r(f, n), "u1": r(n, n), "w2": r(n, 4), "u2": r(4, 4), "r": r(4, 2)}, (r(n), r(4))),
         "complex_dense": Case(complex_dense, {"w": complex_(f, n), "u": complex_(n, n)}, complex_(n)),
+        "alif": Case(alif, {"w": s(f, n), "u": s(n, n), "r": s(n, 2)}, (s(n), s(n))),
     }
     return unit_wise, mixing
 

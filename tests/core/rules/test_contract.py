@@ -1,0 +1,265 @@
+"""Laws that every learning rule obeys on every model, in float64.
+
+Windows here are one and two steps long, so that a case compiles little; longer ones are drawn further down.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import braintrace_core as bc
+from braintrace_core.rules import (
+    DRTRL,
+    RTRL,
+    TBPTT,
+    UORO,
+    EProp,
+    Immediate,
+    PPProp,
+    RulePlan,
+    Signal,
+    ThreeFactor,
+    WindowFactors,
+)
+from braintrace_core.rules.factors import window_factors
+from tests.core.rules import zoo
+
+CASES = {**zoo.cases()[0], **zoo.cases()[1]}
+MODELS = (
+    "indrnn lstm gru two_states complex_lru complex_dense conv embedding lora sparse grouped einsum stack alif".split()
+)
+RULES = {
+    "d_rtrl": DRTRL(),
+    "pp_prop": PPProp(),
+    "e_prop": EProp(),
+    "e_prop with a filter": EProp(kappa=0.6),
+    "three_factor": ThreeFactor(),
+    "immediate": Immediate(),
+    "tbptt": TBPTT(),
+    "rtrl": RTRL(),
+    "uoro": UORO(),
+}
+# Rules that keep a trace of every operator meet all models; rules that see a step as a whole, or that share another
+# rule's trace, meet a few of each kind.
+FEW = {
+    "e_prop": ["lstm", "alif"],
+    "three_factor": ["two_states", "stack"],
+    "immediate": ["gru", "conv"],
+    "rtrl": ["lstm", "complex_dense", "embedding", "stack"],
+    "uoro": ["gru", "complex_lru", "alif"],
+    "tbptt": [],  # it has no traces
+}
+PAIRS = [pytest.param(rule, m, id=f"{n}-{m}") for n, rule in RULES.items() for m in FEW.get(n, MODELS)]
+every_pair = pytest.mark.parametrize(("rule", "name"), PAIRS)
+RESET_AT, RESET_ROW = 1, 1
+
+# Compiled in a hurry: each runs a few times only.
+hurried = partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@cache
+def plan_of(name: str, again: bool = False) -> RulePlan:
+    """The plan of a model; or another one, compiled anew."""
+    del again
+    case = CASES[name]
+    return RulePlan.of(bc.compile_step_graph(case.step, case.params, case.carry, jnp.zeros(zoo.FEATURES)))
+
+
+@hurried
+def run(plan: RulePlan, params: list[Any], initial: list[Any], states: list[Any], inputs: Any, reset: Any) -> Any:
+    frontier = plan.program.frontier(params)
+    window = plan.program.run(frontier, states, [inputs], reset, initial)
+    return window_factors(plan, frontier, window.record)
+
+
+def factors_of(name: str, params: Any, initial: Any, carry: Any, inputs: Any, reset: Any) -> WindowFactors:
+    """The factors of a sequence."""
+    leaves = (jax.tree.leaves(tree) for tree in (params, initial, carry))
+    return jax.tree.map(np.asarray, run(plan_of(name), *leaves, inputs, reset))
+
+
+@cache
+def sequence(name: str, reset: bool = False, steps: int = 3) -> WindowFactors:
+    """The factors of a sequence in which, if asked for, one row starts anew."""
+    case = CASES[name]
+    carry, inputs = zoo.batch_of(case)
+    where = jnp.zeros((steps, zoo.BATCH), bool).at[RESET_AT, RESET_ROW].set(reset)
+    return factors_of(name, case.params, case.carry, carry, inputs[:steps], where)
+
+
+def part(factors: WindowFactors, start: int, stop: int) -> WindowFactors:
+    """Some steps of a window."""
+    x, df, between, record = jax.tree.map(lambda value: value[start:stop], factors.moving)
+    return replace(factors, x=x, df=df, D=between, record=record)
+
+
+advance = hurried(lambda rule, traces, factors: rule.advance(traces, factors))
+gradient = hurried(lambda rule, traces, signal: rule.gradient(traces, signal))
+
+
+def advanced(rule: Any, traces: Any, factors: WindowFactors, *cuts: int) -> Any:
+    """Traces after a sequence that is cut into windows."""
+    edges = [0, *cuts, factors.sizes[0]]
+    for start, stop in pairwise(edges):
+        traces = advance(rule, traces, part(factors, start, stop))
+    return traces
+
+
+@cache
+def after(rule: Any, name: str, reset: bool = False) -> Any:
+    """Traces after the sequence."""
+    return advanced(rule, rule.init(plan_of(name), zoo.BATCH), sequence(name, reset), 1)
+
+
+def signal_for(name: str, seed: int) -> Signal:
+    """A signal at some moment."""
+    generator = np.random.default_rng(seed)
+    factors = sequence(name)
+    groups = tuple(
+        tuple(generator.normal(size=(zoo.BATCH, *group.varshape)).astype(dtype) for dtype in group.dtypes)
+        for group in factors.plan.groups
+    )
+    return Signal(groups, factors.operands, factors.plan)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Equal to rounding, leaf by leaf, and not all of it zero."""
+    assert found.keys() == expected.keys()
+    for key, want in expected.items():
+        want = np.asarray(want)
+        np.testing.assert_allclose(found[key], want, rtol=1e-9, atol=1e-11 * np.abs(want).max(), err_msg=key)
+    assert not expected or any(np.any(want) for want in expected.values()), "nothing to compare"
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_shapes_dtypes_and_names(rule, name):
+    plan = plan_of(name)
+    traces = rule.init(plan, zoo.BATCH)
+    for steps in (1, 3):
+        new = jax.eval_shape(rule.advance, traces, part(sequence(name), 0, steps))
+        assert {k: (v.shape, v.dtype) for k, v in new.items()} == {k: (v.shape, v.dtype) for k, v in traces.items()}
+    assert all(value.shape[0] == zoo.BATCH for value in traces.values())
+    assert rule.bytes(plan, zoo.BATCH) == sum(value.nbytes for value in traces.values())
+    operands = {f"{link.name}.{key}": var for link in plan.links for key, var in link.operator.operands.items()}
+    operands |= {f"parameter{i}": var for i, var in enumerate(plan.program.schedule.frontier)}
+    found = jax.eval_shape(rule.gradient, traces, signal_for(name, 0))
+    assert bool(found) == bool(traces) == (rule != TBPTT())
+    for key, value in found.items():
+        assert (value.shape, value.dtype) == (operands[key].aval.shape, operands[key].aval.dtype), key
+    assert list(rule.init(plan_of(name, again=True), zoo.BATCH)) == list(traces)
+    assert all(re.fullmatch(r"[\w@./]+", key) and not re.search(r"\d{4}", key) for key in traces), "an address?"
+
+
+@every_pair
+def test_windows_may_be_split_anywhere(rule, name):
+    factors, fresh = sequence(name), rule.init(plan_of(name), zoo.BATCH)
+    assert_same(advanced(rule, fresh, factors, 2), after(rule, name))
+    assert_same(advanced(rule, fresh, factors, 1, 2), after(rule, name))
+
+
+@pytest.mark.parametrize("rule", [DRTRL(), PPProp(), EProp(kappa=0.6)], ids=repr)
+@settings(max_examples=5)
+@given(cuts=st.sets(st.integers(1, zoo.STEPS - 1)))
+def test_longer_windows_may_be_split_anywhere_too(rule, cuts):
+    factors, fresh = sequence("two_states", True, zoo.STEPS), rule.init(plan_of("two_states"), zoo.BATCH)
+    assert_same(advanced(rule, fresh, factors, *sorted(cuts)), advanced(rule, fresh, factors))
+
+
+@every_pair
+def test_the_gradient_is_linear_in_the_signal(rule, name):
+    traces = after(rule, name)
+    first, second = signal_for(name, 1), signal_for(name, 2)
+    mixed = replace(first, groups=jax.tree.map(lambda a, b: 2 * a - 3 * b, first.groups, second.groups))
+    one, two, both = (gradient(rule, traces, signal) for signal in (first, second, mixed))
+    assert_same(both, {key: 2 * np.asarray(one[key]) - 3 * np.asarray(two[key]) for key in one})
+    none = gradient(rule, traces, replace(first, groups=jax.tree.map(np.zeros_like, first.groups)))
+    assert not any(np.any(value) for value in none.values())
+
+
+@every_pair
+def test_the_order_of_examples_does_not_matter(rule, name):
+    order = np.array([2, 0, 1])
+    factors, fresh = sequence(name), rule.init(plan_of(name), zoo.BATCH)
+    x, df, between, record = jax.tree.map(lambda value: value[:, order], factors.moving)
+    moved = replace(factors, x=x, df=df, D=between, record=record)
+    found = advanced(rule, rows(fresh, order), moved, 1)
+    assert_same(found, rows(after(rule, name), order))
+    signal = signal_for(name, 1)
+    moved_signal = replace(signal, groups=jax.tree.map(lambda value: value[order], signal.groups))
+    assert_same(gradient(rule, found, moved_signal), gradient(rule, after(rule, name), signal))
+
+
+@every_pair
+def test_a_reset_row_is_a_fresh_row(rule, name):
+    factors, fresh = sequence(name, reset=True), rule.init(plan_of(name), zoo.BATCH)
+    before = advance(rule, fresh, part(factors, 0, RESET_AT))
+    anew = {**fresh, **({"key": before["key"]} if "key" in fresh else {})}  # randomness goes on
+    is_row = np.arange(zoo.BATCH) == RESET_ROW
+    signal = signal_for(name, 1)
+    to_row = jax.tree.map(lambda s: np.where(np.expand_dims(is_row, tuple(range(1, s.ndim))), s, 0), signal.groups)
+    at_reset, alone = (advance(rule, traces, part(factors, RESET_AT, RESET_AT + 1)) for traces in (before, anew))
+    only = replace(signal, groups=to_row)
+    assert_same(gradient(rule, at_reset, only), gradient(rule, alone, only))
+    later, alone = after(rule, name, True), advance(rule, anew, part(factors, RESET_AT, 3))
+    assert_same(rows(later, is_row), rows(alone, is_row))
+    assert_same(rows(later, ~is_row), rows(after(rule, name), ~is_row))
+
+
+UNIT_ORDER_MATTERS = (UORO(), TBPTT())  # signs are drawn for each place
+
+
+@pytest.mark.parametrize("name", ["gru", "lstm", "alif"])
+@pytest.mark.parametrize("rule", [r for r in RULES.values() if r not in UNIT_ORDER_MATTERS], ids=repr)
+@settings(max_examples=2)
+@given(order=st.permutations(range(zoo.UNITS)))
+def test_the_order_of_units_does_not_matter(rule, name, order):
+    case, fresh = CASES[name], rule.init(plan_of(name), zoo.BATCH)
+    carry, inputs = zoo.batch_of(case)
+    moved = partial(jax.tree.map, partial(units_moved, order))
+    reset = jnp.zeros((3, zoo.BATCH), bool)
+    factors = factors_of(name, moved(case.params), moved(case.carry), moved(carry), inputs[:3], reset)
+    found = advanced(rule, fresh, factors, 1)
+    assert_same(found, moved(after(rule, name)))
+    signal = signal_for(name, 1)
+    there = Signal(moved(signal.groups), factors.operands, factors.plan)
+    assert_same(gradient(rule, found, there), moved(gradient(rule, after(rule, name), signal)))
+
+
+@pytest.mark.parametrize("rule", [r for r in RULES.values() if r != TBPTT()], ids=repr)
+def test_traces_go_by_name_not_by_place(rule):
+    """JAX sorts the names: ``parameter10`` comes before ``parameter2``."""
+    name = "lstm"
+    backwards = hurried(lambda rule, traces, factors: rule.advance(dict(reversed(traces.items())), factors))
+    fresh = rule.init(plan_of(name), zoo.BATCH)
+    first = advance(rule, fresh, part(sequence(name), 0, 1))
+    assert_same(backwards(rule, first, part(sequence(name), 1, 2)), advance(rule, first, part(sequence(name), 1, 2)))
+    given_backwards = hurried(lambda rule, traces, signal: rule.gradient(dict(reversed(traces.items())), signal))
+    signal = signal_for(name, 1)
+    assert_same(given_backwards(rule, first, signal), gradient(rule, first, signal))
+
+
+def rows(traces: Any, which: Any) -> Any:
+    """Some rows of the batch."""
+    return {key: np.asarray(value)[which] for key, value in traces.items()}
+
+
+def units_moved(order: list[int], value: Any) -> Any:
+    """Every axis that counts units, or some units after others (gates, states), in another order."""
+    value = np.asarray(value)
+    for axis, size in enumerate(value.shape):
+        if size % zoo.UNITS == 0:
+            places = np.arange(size).reshape(-1, zoo.UNITS)[:, order].ravel()
+            value = np.take(value, places, axis)
+    return value
