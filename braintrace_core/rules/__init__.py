@@ -6,15 +6,18 @@ from .eprop import EProp, Immediate, ThreeFactor
 from .factors import Signal, WindowFactors
 from .names import get_rule
 from .online import OnlineGradient, online_gradient, step_online_gradient
+from .ostl import OSTL
 from .plan import RulePlan
 from .pp_prop import PPProp
 from .rtrl import RTRL, UORO
 from .rule import Rule
+from .snap import SnAp
 from .window import WindowProgram
 
 __all__ = [
     "BPTT",
     "DRTRL",
+    "OSTL",
     "RTRL",
     "TBPTT",
     "UORO",
@@ -25,6 +28,7 @@ __all__ = [
     "Rule",
     "RulePlan",
     "Signal",
+    "SnAp",
     "ThreeFactor",
     "WindowFactors",
     "WindowProgram",

@@ -14,7 +14,7 @@ from .._compat import Var
 from .plan import RulePlan
 from .window import WindowRecord
 
-__all__ = ["Signal", "WindowFactors", "signal_of_states", "window_factors"]
+__all__ = ["Signal", "WindowFactors", "forget", "signal_of_states", "window_factors"]
 
 Pair = tuple[int, int]
 
@@ -96,7 +96,7 @@ def window_factors(plan: RulePlan, frontier: Mapping[Var, Any], record: WindowRe
         groups = [group.index for group in relations[link.relation].hidden_groups]
         df.append(by_relation[link.relation][groups.index(link.group)])
     if (reset := record.reset) is not None:
-        between = jax.tree.map(lambda d: _forget(d, reset), between)
+        between = jax.tree.map(lambda d: forget(d, reset), between)
     return WindowFactors(
         x=tuple(None if link.operator.x is None else local[link.operator.x] for link in plan.links),
         df=tuple(df),
@@ -118,7 +118,7 @@ def signal_of_states(plan: RulePlan, gradients: Sequence[Any], operands: tuple[l
     return Signal(tuple(groups), operands, plan)
 
 
-def _forget(value: Array, reset: Array) -> Array:
+def forget(value: Array, reset: Array) -> Array:
     """Zero where a new sequence starts: nothing before it acts on what follows."""
     where = jnp.expand_dims(reset, tuple(range(2, value.ndim)))
     return jnp.where(where, jnp.zeros_like(value), value)

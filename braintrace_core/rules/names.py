@@ -7,9 +7,11 @@ from collections.abc import Callable
 from .baselines import BPTT, TBPTT
 from .drtrl import DRTRL
 from .eprop import EProp, Immediate, ThreeFactor
+from .ostl import OSTL
 from .pp_prop import PPProp
 from .rtrl import RTRL, UORO
 from .rule import Rule
+from .snap import SnAp
 
 __all__ = ["get_rule"]
 
@@ -18,8 +20,10 @@ _RULES: dict[str, Callable[[], Rule]] = {
     "d_rtrl": DRTRL,
     "e_prop": EProp,
     "immediate": Immediate,
+    "ostl": OSTL,
     "pp_prop": PPProp,
     "rtrl": RTRL,
+    "snap": SnAp,
     "tbptt": TBPTT,
     "three_factor": ThreeFactor,
     "uoro": UORO,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -124,6 +124,13 @@ class RulePlan:
     program: WindowProgram
     groups: tuple[GroupPlan, ...]
     links: tuple[Link, ...]
+    _known: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What ``make`` gives, made when ``key`` is first asked for: facts that some rules need and others do not."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
 
     @staticmethod
     def of(graph: ETraceGraph) -> RulePlan:
@@ -165,6 +172,11 @@ class RulePlan:
     def without_recurrence(self) -> RulePlan:
         """The same with nothing handed from step to step."""
         return self._variant(lambda group: replace(group, entries=()), lambda link, _: link.moved)
+
+    def with_entries(self, entries: Sequence[tuple[tuple[int, int], ...]]) -> RulePlan:
+        """The same with other pairs of components that feed one another, for each group."""
+        given = dict(zip(map(id, self.groups), entries, strict=True))
+        return self._variant(lambda group: replace(group, entries=given[id(group)]), lambda link, _: link.moved)
 
     @cached_property
     def with_filter(self) -> RulePlan:
