@@ -235,6 +235,7 @@ def online(
     inputs: Any,
     reset: Any = None,
     credit: str = "window",
+    trace_dtype: Any = None,
     **options: Any,
 ) -> tuple[Any, Any]:
     """The sum of a rule's gradients over a sequence cut into windows, and the traces after it."""
@@ -249,7 +250,7 @@ def online(
             plan, rule, lambda w: (loss_of(w.outputs), None), leaves, states, traces, [x], reset, initial, **options
         )
 
-    states, traces = jax.tree.leaves(carry), rule.init(plan, BATCH)
+    states, traces = jax.tree.leaves(carry), rule.init(plan, BATCH, trace_dtype)
     total = [jnp.zeros_like(leaf) for leaf in leaves]
     for start in range(0, inputs.shape[0], window):
         now = slice(start, start + window)
