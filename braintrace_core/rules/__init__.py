@@ -1,6 +1,7 @@
 """Learning rules: pure functions from factors, traces and signals to gradients. One file a family."""
 
 from .baselines import BPTT, TBPTT
+from .dni import DNI, LinearSynthesiser
 from .drtrl import DRTRL
 from .eprop import EProp, Immediate, ThreeFactor
 from .factors import Signal, WindowFactors
@@ -16,6 +17,7 @@ from .window import WindowProgram
 
 __all__ = [
     "BPTT",
+    "DNI",
     "DRTRL",
     "OSTL",
     "RTRL",
@@ -23,6 +25,7 @@ __all__ = [
     "UORO",
     "EProp",
     "Immediate",
+    "LinearSynthesiser",
     "OnlineGradient",
     "PPProp",
     "Rule",

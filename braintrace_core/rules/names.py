@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .baselines import BPTT, TBPTT
+from .dni import DNI
 from .drtrl import DRTRL
 from .eprop import EProp, Immediate, ThreeFactor
 from .ostl import OSTL
@@ -18,6 +19,7 @@ __all__ = ["get_rule"]
 _RULES: dict[str, Callable[[], Rule]] = {
     "bptt": BPTT,
     "d_rtrl": DRTRL,
+    "dni": DNI,
     "e_prop": EProp,
     "immediate": Immediate,
     "ostl": OSTL,

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .._compat import Var
+from .baselines import BPTT, checkpointed_gradient
+from .dni import DNI, with_future
 from .eprop import EProp
 from .factors import Signal, signal_of_states, window_factors
 from .operators import add_to
@@ -62,10 +64,19 @@ def online_gradient(
       reset, initial: where new sequences start, and what they start from.
     """
     program = plan.program
+    if isinstance(rule, BPTT) and rule.checkpoint == "sqrt":
+        value, aux, after, gradients = checkpointed_gradient(
+            program, loss, parameters, states, inputs, reset, initial
+        )
+        return OnlineGradient(value, aux, after, traces, gradients)
     frontier = program.frontier(parameters)
     value, aux, window, gradient = program.value_and_gradient(loss, frontier, states, inputs, reset, initial)
     local = program.local_values(frontier, window.record)
     found = program.operand_gradients(frontier, local, gradient)
+    if isinstance(rule, DNI):
+        ahead, traces = with_future(plan, rule, traces, frontier, window, gradient, states, reset, initial)
+        for var, more in ahead.items():
+            add_to(found, var, more)
     factors = window_factors(plan, frontier, window.record)
     signal = signal_of_states(plan, gradient.states, factors.operands)
     past = rule.gradient(traces, signal)
@@ -97,8 +108,6 @@ def step_online_gradient(
     """
     program = plan.program
     frontier = program.frontier(parameters)
-    followed = {id(link.operator.eqn) for link in plan.links}
-    others = [i for i, op in enumerate(program.schedule.operators) if id(op.eqn) not in followed]
     value, aux, window, gradient = program.value_and_gradient(
         loss,
         frontier,
@@ -106,7 +115,7 @@ def step_online_gradient(
         inputs,
         reset,
         initial,
-        operators=others,
+        operators=plan.not_followed,
         want_states=False,
         want_present=modulator is None,
         feedback=random_feedback(plan, rule, frontier),

@@ -169,6 +169,12 @@ class RulePlan:
         return self.program.graph
 
     @cached_property
+    def not_followed(self) -> list[int]:
+        """Indices of the operators that no trace follows."""
+        followed = {id(link.operator.eqn) for link in self.links}
+        return [i for i, op in enumerate(self.program.schedule.operators) if id(op.eqn) not in followed]
+
+    @cached_property
     def without_recurrence(self) -> RulePlan:
         """The same with nothing handed from step to step."""
         return self._variant(lambda group: replace(group, entries=()), lambda link, _: link.moved)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ..compiler.graph import ETraceGraph
-from ..ops.dtypes import accumulation_dtype, common_dtype, storage_dtype
+from ..ops.dtypes import accumulation_dtype, storage_dtype
 from .factors import Signal, WindowFactors
 from .operators import encoded_gradient, encoded_input
 from .plan import Link, RulePlan
@@ -93,8 +93,7 @@ class PPProp(Rule):
             old = old if reset is None else {name: _clear(value, reset) for name, value in old.items()}
             new: Traces = {"steps": old["steps"] + 1}
             for name, x in inputs.items():
-                kept = old[name].astype(common_dtype(old[name].dtype, x.dtype))
-                new[name] = (keep_x * kept + x).astype(old[name].dtype)
+                new[name] = keep_x * old[name] + x.astype(old[name].dtype)
             for i, link in enumerate(plan.links):
                 new.update(_respond(link, old, df[i], between[link.group], keep_f, plan))
             new = {name: new[name] for name in old}
@@ -143,7 +142,7 @@ def _respond(
         if a in df:
             terms.append((1 - keep) * df[a])
         stored = old[f"{link.name}.f.{a}"]
-        new[f"{link.name}.f.{a}"] = total(terms, like=stored).astype(stored.dtype)
+        new[f"{link.name}.f.{a}"] = total([term.astype(stored.dtype) for term in terms], like=stored)
     return new
 
 

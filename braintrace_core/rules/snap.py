@@ -54,6 +54,10 @@ class SnAp(Rule):
         frontier = factors.frontier_values()
         theta = [frontier[v] for v in layout.kept]
         colour, count = layout.colours
+        colours_kept = [
+            np.where(kept.direct, np.append(colour, np.int32(-1))[kept.rows], np.int32(-1))
+            for kept in layout.kept.values()
+        ]
 
         def example(old: list[Array], at: Any) -> list[Array]:
             _, states, reset = at
@@ -62,10 +66,9 @@ class SnAp(Rule):
 
             def one_colour(direct: list[Array], c: Array) -> tuple[list[Array], Array]:
                 through, of_theta = pull_back((jnp.asarray(colour) == c).astype(z.dtype))
-                here = [layout.at(kept, jnp.asarray(np.append(colour, -1))) == c for kept in layout.kept.values()]
                 added = [
-                    d + jnp.where(mine, g[..., None], jnp.zeros_like(d))
-                    for d, mine, g in zip(direct, here, of_theta, strict=True)
+                    jnp.where(jnp.asarray(mine) == c, g[..., None], d)
+                    for d, mine, g in zip(direct, colours_kept, of_theta, strict=True)
                 ]
                 return added, through
 
@@ -110,10 +113,12 @@ class _Kept(NamedTuple):
       name: of its trace.
       rows: the hidden values kept for each element, ``(*shape, K)``; axes along which they do not change have size
         one, and the number of hidden values stands where there are fewer than ``K``.
+      direct: whether the element acts on them within one step.
     """
 
     name: str
     rows: np.ndarray
+    direct: np.ndarray
 
 
 class _Layout:
@@ -134,7 +139,8 @@ class _Layout:
         frontier, step = self.plan.program.schedule.frontier, self.structure.hidden.astype(np.float32)
         found = {}
         for v in parameter_variables(self.plan):
-            reached, index = self._sets[v]
+            direct, index = self._sets[v]
+            reached = direct
             for _ in range(self.n - 1):
                 reached = reached | (reached.astype(np.float32) @ step.T > 0)
             most = max(int(reached.sum(1).max(initial=0)), 1)
@@ -142,7 +148,9 @@ class _Layout:
             for i, row in enumerate(reached):
                 members = np.nonzero(row)[0]
                 table[i, : members.size] = members
-            found[v] = _Kept(f"parameter{frontier.index(v)}", table[_without_repetition(index)])
+            at_once = np.take_along_axis(np.pad(direct, ((0, 0), (0, 1))), table, axis=1)
+            index = _without_repetition(index)
+            found[v] = _Kept(f"parameter{frontier.index(v)}", table[index], at_once[index])
         return found
 
     @cached_property
@@ -154,10 +162,6 @@ class _Layout:
             conflicts |= sets.T.astype(np.float32) @ sets.astype(np.float32) > 0
         np.fill_diagonal(conflicts, False)
         return colour_rows(conflicts)
-
-    def at(self, kept: _Kept, values: Array) -> Array:
-        """Values of hidden numbers, one more for the places that are not used, where they are kept."""
-        return values[kept.rows]
 
 
 def _carry(rows: np.ndarray, between: Array, trace: Array) -> Array:

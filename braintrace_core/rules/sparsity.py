@@ -27,6 +27,7 @@ __all__ = ["StepStructure", "colour_rows"]
 
 # Zeros that are there for every value of the parameters are found by looking at a few random ones.
 _DRAWS = 3
+_ROWS = 64  # rows of an operator's Jacobian that are looked at together
 
 
 class StepStructure:
@@ -169,24 +170,36 @@ class StepStructure:
         return found
 
     def _jacobian_support(self, operator: Operator, place: int) -> np.ndarray:
-        eqn, primitive = operator.eqn, operator.eqn.primitive
-        found = np.zeros((_size(operator.y), _size(eqn.invars[place])), bool)
+        key = (operator.y, place)
+        if key not in self._known_supports:
+            self._known_supports[key] = self._find_support(operator, place)
+        return self._known_supports[key]
+
+    @cached_property
+    def _known_supports(self) -> dict[Any, np.ndarray]:
+        return {}
+
+    def _find_support(self, operator: Operator, place: int) -> np.ndarray:
+        eqn, primitive, y = operator.eqn, operator.eqn.primitive, operator.y.aval
+        count = _size(operator.y)
+        found = np.zeros((count, _size(eqn.invars[place])), bool)
+
+        @jax.jit
+        def rows_of(operands: list[Any], rows: Any) -> Any:
+            def result(value: Any) -> Any:
+                y = primitive.bind(*(value if i == place else v for i, v in enumerate(operands)), **eqn.params)
+                return y[primitive.y_index] if primitive.multiple_results else y
+
+            _, pull_back = jax.vjp(result, operands[place])
+            cotangents = jax.nn.one_hot(rows, count, dtype=y.dtype).reshape(rows.size, *y.shape)
+            return jax.vmap(pull_back)(cotangents)[0].reshape(rows.size, -1) != 0
+
         with jax.ensure_compile_time_eval():
             for operands in self._draws(operator):
-
-                def result(value: Any, operands: list[Any] = operands) -> Any:
-                    y = primitive.bind(*(value if i == place else v for i, v in enumerate(operands)), **eqn.params)
-                    return y[primitive.y_index] if primitive.multiple_results else y
-
-                y, pull_back = jax.vjp(result, jnp.asarray(operands[place]))
-                if not is_differentiable(eqn.invars[place].aval):
-                    continue
-                back = jax.jit(jax.vmap(pull_back))
-                for start in range(0, found.shape[0], 64):
-                    rows = np.arange(start, min(start + 64, found.shape[0]))
-                    cotangents = jnp.zeros((rows.size, found.shape[0]), y.dtype).at[np.arange(rows.size), rows].set(1)
-                    (rows_found,) = back(cotangents.reshape(rows.size, *y.shape))
-                    found[rows] |= np.asarray(rows_found.reshape(rows.size, -1) != 0)
+                for start in range(0, count, _ROWS):
+                    rows = np.arange(start, start + _ROWS)
+                    rows_found = np.asarray(rows_of(list(map(jnp.asarray, operands)), rows))
+                    found[start : start + _ROWS] |= rows_found[: count - start]
         return found
 
 
