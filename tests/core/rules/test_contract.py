@@ -64,8 +64,7 @@ PAIRS = [pytest.param(rule, m, id=f"{n}-{m}") for n, rule in RULES.items() for m
 every_pair = pytest.mark.parametrize(("rule", "name"), PAIRS)
 RESET_AT, RESET_ROW = 1, 1
 
-# Compiled in a hurry: each runs a few times only.
-hurried = partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
+hurried = partial(zoo.hurried, static_argnums=0)
 
 
 @cache

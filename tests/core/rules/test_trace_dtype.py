@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -26,11 +26,10 @@ RULES = {
     "rtrl": RTRL(),
     "uoro": UORO(),
 }
-hurried = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
-advance = hurried(lambda rule, traces, factors: rule.advance(traces, factors), static_argnums=0)
-gradient = hurried(lambda rule, traces, signal: rule.gradient(traces, signal), static_argnums=0)
+advance = zoo.hurried(lambda rule, traces, factors: rule.advance(traces, factors), static_argnums=0)
+gradient = zoo.hurried(lambda rule, traces, signal: rule.gradient(traces, signal), static_argnums=0)
 
 
 def single(tree: Any) -> Any:
@@ -50,7 +49,7 @@ def case_of(name: str) -> tuple[zoo.Case, RulePlan, Any, Any]:
 def factors_of(plan: RulePlan, case: zoo.Case, carry: Any, inputs: Any) -> Any:
     """The factors of a sequence."""
 
-    @hurried
+    @zoo.hurried
     def run(states: Any, inputs: Any) -> Any:
         frontier = plan.program.frontier(jax.tree.leaves(case.params))
         return window_factors(plan, frontier, plan.program.run(frontier, states, [inputs]).record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,10 @@ UNITS, FEATURES, STEPS, BATCH = 5, 3, 8, 3
 SPIKING = ("lif", "lif_with_synapse", "alif")
 
 spike = Triangular(0.8)
+
+
+# Most functions of the tests run a few times only.
+hurried = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 class Case(NamedTuple):
@@ -140,7 +145,7 @@ def cases() -> tuple[dict[str, Case], dict[str, Case]]:
             r(n),
         ),
         "lif": Case(lif, {"w": s(f, n), "d": s(n), "r": s(n, 2)}, s(n)),
-        "lif_with_synapse": Case(lif_with_synapse, {"w": s(f, n), "b": s(n), "r": s(n, 2)}, (s(n), s(n))),
+        "lif_with_synapse": Case(lif_with_synapse, {"w": s(f, n), "b": jnp.abs(s(n)), "r": s(n, 2)}, (s(n), s(n))),
     }
 
     def lstm(p: Any, c: Any, x: Any) -> Any:
@@ -198,6 +203,12 @@ def batch_of(case: Case) -> tuple[Any, Any]:
     return carry, r(STEPS, BATCH, FEATURES)
 
 
+def spikes(case: Case, carry: Any, inputs: Any) -> Any:
+    """The spikes of a spiking case, ``(time, batch, units)``: its outputs with a readout that changes nothing."""
+    params = {**case.params, "r": jnp.eye(UNITS)}
+    return jax.lax.scan(lambda c, x: jax.vmap(lambda c, x: case.step(params, c, x))(c, x), carry, inputs)[1]
+
+
 def some_resets() -> Any:
     """Where new sequences start: some rows, part-way."""
     return jnp.asarray(np.random.default_rng(2).random((STEPS, BATCH)) < 0.2)
@@ -212,19 +223,18 @@ def bptt(case: Case, carry: Any, inputs: Any, reset: Any = None) -> Any:
     """The gradient of the whole sequence, by differentiating the loop that defines it."""
 
     def total(params: Any) -> Any:
-        state, value = carry, 0.0
-        for t in range(inputs.shape[0]):
-            if reset is not None:
+        def step(state: Any, now: Any) -> Any:
+            x, fresh = now
+            if fresh is not None:
                 state = jax.tree.map(
-                    lambda a, b, t=t: jnp.where(reset[t].reshape(-1, *[1] * (a.ndim - 1)), b[None], a),
-                    state,
-                    case.carry,
+                    lambda a, b: jnp.where(fresh.reshape(-1, *[1] * (a.ndim - 1)), b[None], a), state, case.carry
                 )
-            state, y = jax.vmap(lambda c, x: case.step(params, c, x))(state, inputs[t])
-            value = value + loss_of(jax.tree.leaves(y))
-        return value
+            state, y = jax.vmap(lambda c, x: case.step(params, c, x))(state, x)
+            return state, loss_of(jax.tree.leaves(y))
 
-    return jax.jit(jax.grad(total))(case.params)
+        return jax.lax.scan(step, carry, (inputs, reset))[1].sum()
+
+    return hurried(jax.grad(total))(case.params)
 
 
 def online(
@@ -244,7 +254,7 @@ def online(
     leaves, initial = jax.tree.leaves(case.params), jax.tree.leaves(case.carry)
     run = online_gradient if credit == "window" else step_online_gradient
 
-    @jax.jit
+    @hurried
     def step(states: Any, traces: Any, x: Any, reset: Any) -> Any:
         return run(
             plan, rule, lambda w: (loss_of(w.outputs), None), leaves, states, traces, [x], reset, initial, **options
