@@ -10,6 +10,7 @@ from .online import OnlineGradient, online_gradient, step_online_gradient
 from .ostl import OSTL
 from .plan import RulePlan
 from .pp_prop import PPProp
+from .quality import GradientComparison, QualityMeter, compare_gradients
 from .rtrl import RTRL, UORO
 from .rule import Rule
 from .snap import SnAp
@@ -24,10 +25,12 @@ __all__ = [
     "TBPTT",
     "UORO",
     "EProp",
+    "GradientComparison",
     "Immediate",
     "LinearSynthesiser",
     "OnlineGradient",
     "PPProp",
+    "QualityMeter",
     "Rule",
     "RulePlan",
     "Signal",
@@ -35,6 +38,7 @@ __all__ = [
     "ThreeFactor",
     "WindowFactors",
     "WindowProgram",
+    "compare_gradients",
     "get_rule",
     "online_gradient",
     "step_online_gradient",

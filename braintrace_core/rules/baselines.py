@@ -88,9 +88,7 @@ def checkpointed_gradient(
             **dict(zip(minfo.input_invars, inputs, strict=True)),
         }
         found = evaluate(minfo.jaxpr, minfo.consts, [known[v] for v in minfo.jaxpr.invars], bind_equation)
-        after = dict(
-            zip(minfo.jaxpr.invars[len(minfo.input_invars) :], found[minfo.num_var_out :], strict=True)
-        )
+        after = dict(zip(minfo.jaxpr.invars[len(minfo.input_invars) :], found[minfo.num_var_out :], strict=True))
         return [after[v] for v in program.state_invars], list(found[: minfo.num_var_out])
 
     def of(values: Sequence[Any]) -> Any:
@@ -126,4 +124,3 @@ def checkpointed_gradient(
     for i, gradient in zip(moving, found, strict=True):
         gradients[i] = gradient
     return value, aux, after, gradients
-

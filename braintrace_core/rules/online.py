@@ -65,9 +65,7 @@ def online_gradient(
     """
     program = plan.program
     if isinstance(rule, BPTT) and rule.checkpoint == "sqrt":
-        value, aux, after, gradients = checkpointed_gradient(
-            program, loss, parameters, states, inputs, reset, initial
-        )
+        value, aux, after, gradients = checkpointed_gradient(program, loss, parameters, states, inputs, reset, initial)
         return OnlineGradient(value, aux, after, traces, gradients)
     frontier = program.frontier(parameters)
     value, aux, window, gradient = program.value_and_gradient(loss, frontier, states, inputs, reset, initial)

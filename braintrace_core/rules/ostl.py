@@ -111,10 +111,7 @@ def _coupled(factors: WindowFactors) -> WindowFactors:
         def one_colour(found: Any, c: Array) -> tuple[Any, None]:
             (through,) = pull_back((jnp.asarray(coupling.colour) == c).astype(z.dtype))
             return tuple(
-                {
-                    (a, b): jnp.where(coupling.colour[rows[a]] == c, through[rows[b]], d)
-                    for (a, b), d in entries.items()
-                }
+                {(a, b): jnp.where(coupling.colour[rows[a]] == c, through[rows[b]], d) for (a, b), d in entries.items()}
                 for rows, entries in zip(coupling.rows, found, strict=True)
             ), None
 
@@ -126,13 +123,9 @@ def _coupled(factors: WindowFactors) -> WindowFactors:
 
     flat = lax.map(jax.vmap(example), now)
     between = tuple(
-        {
-            (a, b): d.reshape(*d.shape[:2], *group.varshape).astype(group.dtypes[a])
-            for (a, b), d in entries.items()
-        }
+        {(a, b): d.reshape(*d.shape[:2], *group.varshape).astype(group.dtypes[a]) for (a, b), d in entries.items()}
         for group, entries in zip(coupling.plan.groups, flat, strict=True)
     )
     if (reset := factors.record.reset) is not None:
         between = jax.tree.map(lambda d: forget(d, reset), between)
     return replace(factors, D=between, plan=coupling.plan)
-

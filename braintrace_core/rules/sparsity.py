@@ -140,17 +140,25 @@ class StepStructure:
                 found[y] = reach
         return found
 
+    @cached_property
+    def _frontiers(self) -> list[dict[Var, Any]]:
+        """Values made of parameters, for some random parameters."""
+        weights = self.plan.graph.module_info.weight_invars
+        make = jax.jit(lambda values: list(self.plan.program.frontier(values).values()))
+        names = self.plan.program.schedule.frontier
+        draws = np.random.default_rng(0)
+        return [dict(zip(names, make([_random(draws, v.aval) for v in weights]), strict=True)) for _ in range(_DRAWS)]
+
     def _draws(self, operator: Operator) -> list[list[Any]]:
         """The operator's operands for some random parameters, with a random ``x``."""
-        program, found = self.plan.program, []
-        weights = self.plan.graph.module_info.weight_invars
-        for draw in range(_DRAWS):
-            keys = jax.random.split(jax.random.key(draw), len(weights) + 1)
-            values = [_random(key, v.aval) for key, v in zip(keys[1:], weights, strict=True)]
-            operands = program.operand_values(operator, program.frontier(values))
-            x = operator.eqn.primitive.x_index
-            found.append([_random(keys[0], operator.x.aval) if i == x else v for i, v in enumerate(operands)])
-        return found
+        x, draws = operator.eqn.primitive.x_index, np.random.default_rng(1)
+        return [
+            [
+                _random(draws, operator.x.aval) if i == x else v
+                for i, v in enumerate(self.plan.program.operand_values(operator, frontier))
+            ]
+            for frontier in self._frontiers
+        ]
 
     def _mixing(self, operator: Operator) -> np.ndarray:
         """``(size of y, size of x)``: which elements of the result depend on which of the input."""
@@ -190,15 +198,15 @@ class StepStructure:
                 y = primitive.bind(*(value if i == place else v for i, v in enumerate(operands)), **eqn.params)
                 return y[primitive.y_index] if primitive.multiple_results else y
 
-            _, pull_back = jax.vjp(result, operands[place])
+            _, pull_back = jax.vjp(result, jnp.asarray(operands[place]))
             cotangents = jax.nn.one_hot(rows, count, dtype=y.dtype).reshape(rows.size, *y.shape)
             return jax.vmap(pull_back)(cotangents)[0].reshape(rows.size, -1) != 0
 
-        with jax.ensure_compile_time_eval():
+        with jax.ensure_compile_time_eval():  # structure is not data: it is found even while a function is traced
             for operands in self._draws(operator):
                 for start in range(0, count, _ROWS):
                     rows = np.arange(start, start + _ROWS)
-                    rows_found = np.asarray(rows_of(list(map(jnp.asarray, operands)), rows))
+                    rows_found = np.asarray(rows_of(operands, rows))
                     found[start : start + _ROWS] |= rows_found[: count - start]
         return found
 
@@ -212,9 +220,7 @@ def colour_rows(conflicts: np.ndarray) -> tuple[np.ndarray, int]:
     return colour, int(colour.max(initial=0)) + 1
 
 
-def _sets_of(
-    parts: Sequence[tuple[np.ndarray, np.ndarray]], shape: tuple[int, ...]
-) -> tuple[np.ndarray, np.ndarray]:
+def _sets_of(parts: Sequence[tuple[np.ndarray, np.ndarray]], shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """The sets of hidden values that elements of an operand act on, through all operators that have it."""
     size = parts[0][1].shape[0]
     columns = np.zeros((size, int(np.prod(shape, dtype=np.int64))), bool)
@@ -257,7 +263,10 @@ def _size(v: Any) -> int:
     return int(np.prod(v.aval.shape, dtype=np.int64))
 
 
-def _random(key: Any, aval: Any) -> Any:
+def _random(draws: np.random.Generator, aval: Any) -> Any:
     if not is_differentiable(aval):
-        return jnp.zeros(aval.shape, aval.dtype)
-    return jax.random.normal(key, aval.shape, aval.dtype)
+        return np.zeros(aval.shape, aval.dtype)
+    value = draws.standard_normal(aval.shape)
+    if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+        value = value + 1j * draws.standard_normal(aval.shape)
+    return value.astype(aval.dtype)

@@ -14,7 +14,10 @@ UNIT_WISE, MIXING = zoo.cases()
 ALL = {**UNIT_WISE, **MIXING}
 
 
-@pytest.mark.parametrize("name", ["lstm", "gru", "layer_norm", "stack", "complex_dense", "conv", "embedding_of_many", "sparse"])
+SATURATED = ["lstm", "gru", "layer_norm", "stack", "complex_dense", "conv", "embedding_of_many", "sparse"]
+
+
+@pytest.mark.parametrize("name", SATURATED)
 def test_snap_saturated_is_exact(name):
     case = ALL[name]
     carry, inputs = zoo.batch_of(case)
@@ -49,9 +52,7 @@ def test_snap_profits_from_masked_weights():
     truth = zoo.bptt(case, carry, inputs)
     found, _ = zoo.online(case, SnAp(zoo.UNITS), 1, carry, inputs)
     zoo.assert_close(found, truth)
-    errors = [
-        float(jnp.abs(zoo.online(case, SnAp(n), 1, carry, inputs)[0]["w"] - truth["w"]).max()) for n in (1, 2, 4)
-    ]
+    errors = [float(jnp.abs(zoo.online(case, SnAp(n), 1, carry, inputs)[0]["w"] - truth["w"]).max()) for n in (1, 2, 4)]
     assert errors[0] > errors[1] > errors[2] > 1e-6
 
 
@@ -221,10 +222,9 @@ def test_a_synthesiser_learns_to_foresee():
     ("make", "text"),
     [
         (lambda: SnAp(0), "whole number n >= 1, got 0"),
-        (lambda: BPTT(checkpoint="all"), 'checkpoint "sqrt" or None, got \'all\''),
+        (lambda: BPTT(checkpoint="all"), "checkpoint \"sqrt\" or None, got 'all'"),
     ],
 )
 def test_bad_arguments_are_refused(make, text):
     with pytest.raises(ValueError, match=text):
         make()
-
