@@ -178,6 +178,7 @@ def compile_step_graph(
     params: Any,
     carry: Any,
     *args: Any,
+    hidden: Any = None,
     include_hidden_perturb: bool = True,
     control_flow: ControlFlowPolicy | None = None,
     lift: bool = True,
@@ -185,7 +186,9 @@ def compile_step_graph(
 ) -> ETraceGraph:
     """Compile a plain function ``step(params, carry, *args, **kwargs) -> (carry, out)``.
 
-    Only shapes and dtypes of the arguments are read. See :func:`compile_etrace_graph` for the other arguments.
+    Only shapes and dtypes of the arguments are read. ``hidden``, bools in the carry's structure, says which leaves of
+    the carry are hidden states; others (running statistics) are carried along. None stands for all that are floating.
+    See :func:`compile_etrace_graph` for the other arguments.
 
     >>> import jax, jax.numpy as jnp
     >>> def step(params, h, x):
@@ -198,7 +201,7 @@ def compile_step_graph(
     """
     recorder = Recorder()
     minfo = extract_step_info(
-        step, params, carry, *args, control_flow=control_flow, lift=lift, recorder=recorder, **kwargs
+        step, params, carry, *args, hidden=hidden, control_flow=control_flow, lift=lift, recorder=recorder, **kwargs
     )
     return _compile(minfo, include_hidden_perturb, recorder)
 

@@ -55,6 +55,7 @@ def extract_step_info(
     params: Any,
     carry: Any,
     *args: Any,
+    hidden: Any = None,
     control_flow: ControlFlowPolicy | None = None,
     lift: bool = True,
     recorder: Recorder | None = None,
@@ -63,13 +64,19 @@ def extract_step_info(
     """Trace a plain function ``step(params, carry, *args, **kwargs) -> (carry, out)``.
 
     Each leaf of ``params`` is a parameter and each floating or complex leaf of ``carry`` a hidden state, at the path
-    ``("params", ...)`` or ``("carry", ...)``; other leaves of ``carry`` (counters, keys) are carried along. Only shapes
-    and dtypes are read, so ``params`` and ``carry`` may be abstract.
+    ``("params", ...)`` or ``("carry", ...)``; other leaves of ``carry`` (counters, keys) are carried along, and so are
+    those for which ``hidden``, of the carry's structure, says False. Only shapes and dtypes are read, so ``params`` and
+    ``carry`` may be abstract.
     """
     check_call(step, (params, carry, *args), kwargs)
-    param_states = _leaf_states(params, "params", lambda _: brainstate.ParamState)
+    chosen = [True] * len(jax.tree.leaves(carry)) if hidden is None else jax.tree.leaves(hidden)
+    param_states = _leaf_states(params, "params", lambda leaf, _: brainstate.ParamState)
     carry_states = _leaf_states(
-        carry, "carry", lambda leaf: brainstate.HiddenState if is_differentiable(leaf) else brainstate.ShortTermState
+        carry,
+        "carry",
+        lambda leaf, i: (
+            brainstate.HiddenState if chosen[i] and is_differentiable(leaf) else brainstate.ShortTermState
+        ),
     )
     params_tree, carry_tree = jax.tree.structure(params), jax.tree.structure(carry)
 
@@ -207,11 +214,13 @@ def _paths_of(compiled: Sequence[brainstate.State], states: dict[Path, brainstat
     }
 
 
-def _leaf_states(tree: Any, root: str, kind: Callable[[Any], type[brainstate.State]]) -> dict[Path, brainstate.State]:
+def _leaf_states(
+    tree: Any, root: str, kind: Callable[[Any, int], type[brainstate.State]]
+) -> dict[Path, brainstate.State]:
     states: dict[Path, brainstate.State] = {}
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for i, (keys, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
         leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
-        states[tree_path(root, keys)] = kind(leaf)(_stand_in(leaf))
+        states[tree_path(root, keys)] = kind(leaf, i)(_stand_in(leaf))
     return states
 
 

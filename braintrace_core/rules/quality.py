@@ -95,7 +95,7 @@ class Quality(NamedTuple):
 
 
 class _Ring(NamedTuple):
-    count: Array
+    recorded: Array
     items: Any
 
 
@@ -126,9 +126,9 @@ class QualityMeter:
 
     def record(self, ring: _Ring, item: Any) -> _Ring:
         """The ring with one more window; the oldest makes place."""
-        place = ring.count % self.windows
+        place = ring.recorded % self.windows
         items = jax.tree.map(lambda a, b: lax.dynamic_update_index_in_dim(a, b, place, 0), ring.items, item)
-        return _Ring(ring.count + 1, items)
+        return _Ring(ring.recorded + 1, items)
 
     def measure(
         self,
@@ -149,10 +149,10 @@ class QualityMeter:
           found: the gradients to be judged.
           initial: what resets start from.
         """
-        due = (ring.count >= self.windows) & (ring.count % self.every == 0)
+        due = (ring.recorded >= self.windows) & (ring.recorded % self.every == 0)
 
         def read(_: Any) -> Quality:
-            order = (ring.count + jnp.arange(self.windows, dtype=jnp.int32)) % self.windows
+            order = (ring.recorded + jnp.arange(self.windows, dtype=jnp.int32)) % self.windows
             states, inputs, targets, reset = jax.tree.map(lambda a: a[order], ring.items)
             length = jax.tree.leaves(inputs)[0].shape[1]
 

@@ -31,6 +31,27 @@ class Rule(ABC):
     """A learning rule.
 
     Every method is a pure function. ``plan`` stands for the compiled graph; a graph will do in its place.
+
+    A rule of one's own is a subclass. This one is D-RTRL with traces that fade faster than the network's memory:
+
+    >>> import jax, jax.numpy as jnp
+    >>> from dataclasses import dataclass, replace
+    >>> from braintrace_core import compile_step_graph
+    >>> from braintrace_core.rules import DRTRL, RulePlan, online_gradient
+    >>> @dataclass(frozen=True)
+    ... class Fading(DRTRL):
+    ...     keep: float = 0.5
+    ...
+    ...     def advance(self, traces, factors):
+    ...         return super().advance(traces, replace(factors, D=jax.tree.map(lambda d: self.keep * d, factors.D)))
+    >>> step = lambda w, h, x: (0.9 * h + x @ w, h)
+    >>> w, h, x = jnp.ones((2, 3)), jnp.zeros(3), jnp.ones(2)
+    >>> plan = RulePlan.of(compile_step_graph(step, w, h, x))
+    >>> rule = Fading()
+    >>> loss = lambda window: (window.outputs[0].sum(), None)
+    >>> result = online_gradient(plan, rule, loss, [w], [h[None]], rule.init(plan, 1), [x[None, None]])
+    >>> sorted(result.traces)[:2]
+    ['group0.D.0.0', 'params@0.df.0']
     """
 
     @abstractmethod

@@ -83,7 +83,8 @@ class StepStructure:
         found, start = [], 0
         for group in self.vector.groups:
             variables = group.hidden_outvars if after else group.hidden_invars
-            components, pairs = group.components, {}
+            components = group.components
+            pairs: dict[int, list[np.ndarray]] = {}
             units = np.arange(int(np.prod(components.varshape, dtype=np.int64)))
             for state, slot, _ in components.items:
                 elements = units * components.widths[state] + (slot or 0)
