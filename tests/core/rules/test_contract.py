@@ -62,10 +62,11 @@ RULES = {
 # rule's trace, meet a few of each kind.
 FEW = {
     "e_prop": ["lstm", "alif"],
+    "e_prop with a filter": ["lstm", "complex_lru", "stack", "alif"],
     "three_factor": ["two_states", "stack"],
     "immediate": ["gru", "conv"],
     "rtrl": ["lstm", "complex_dense", "embedding", "stack"],
-    "uoro": ["gru", "complex_lru", "alif"],
+    "uoro": ["gru", "complex_lru"],
     "ostl": ["lstm", "conv"],
     "ostl without recurrence": ["gru"],
     "snap 1": ["gru", "complex_dense"],
