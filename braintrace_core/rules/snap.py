@@ -13,6 +13,7 @@ from jax import Array, lax
 
 from .._compat import Var
 from ..compiler.graph import ETraceGraph
+from ..ops.dtypes import accumulation_dtype, storage_dtype
 from .factors import Signal, WindowFactors
 from .influence import HiddenVector, parameter_variables, step_map
 from .plan import RulePlan
@@ -42,7 +43,7 @@ class SnAp(Rule):
 
     def init(self, graph: ETraceGraph | RulePlan, batch_size: int, dtype: Any = None) -> Traces:
         return {
-            kept.name: jnp.zeros((batch_size, *v.aval.shape, kept.rows.shape[-1]), dtype or v.aval.dtype)
+            kept.name: jnp.zeros((batch_size, *v.aval.shape, kept.rows.shape[-1]), storage_dtype(dtype, v.aval.dtype))
             for v, kept in self._layout(as_plan(graph)).kept.items()
         }
 
@@ -82,16 +83,22 @@ class SnAp(Rule):
                 between = jnp.where(reset, jnp.zeros_like(between), between)
             between = jnp.pad(between, ((0, 1), (0, 1)))
             return [
-                (_carry(kept.rows, between.astype(d.dtype), e.astype(d.dtype)) + d).astype(e.dtype)
+                _carry(kept.rows, between.astype(e.dtype), e) + d.astype(e.dtype)
                 for kept, e, d in zip(layout.kept.values(), old, direct, strict=True)
             ]
 
         def step(old: list[Array], at: Any) -> tuple[list[Array], None]:
             return jax.vmap(example)(old, at), None
 
-        names = [kept.name for kept in layout.kept.values()]
-        new, _ = lax.scan(step, [traces[name] for name in names], now)
-        return dict(zip(names, new, strict=True))
+        wide = [
+            traces[kept.name].astype(accumulation_dtype(traces[kept.name].dtype, v.aval.dtype))
+            for v, kept in layout.kept.items()
+        ]
+        new, _ = lax.scan(step, wide, now)
+        return {
+            kept.name: value.astype(traces[kept.name].dtype)
+            for kept, value in zip(layout.kept.values(), new, strict=True)
+        }
 
     def gradient(self, traces: Traces, signal: Signal) -> OperandGradients:
         layout = self._layout(signal.plan)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import braintrace_core as bc
-from braintrace_core.rules import DRTRL, RTRL, UORO, EProp, Immediate, PPProp, RulePlan, Signal
+from braintrace_core.rules import DNI, DRTRL, OSTL, RTRL, UORO, EProp, Immediate, PPProp, RulePlan, Signal, SnAp
 from braintrace_core.rules.factors import window_factors
 from tests.core.rules import zoo
 
@@ -25,9 +25,22 @@ RULES = {
     "immediate": Immediate(),
     "rtrl": RTRL(),
     "uoro": UORO(),
+    "ostl": OSTL(),
+    "snap": SnAp(),
+    "dni": DNI(),
 }
-
-
+BY_OPERATOR = ("d_rtrl", "pp_prop", "e_prop with a filter", "immediate")  # the others see a step as a whole
+# The trace rule of every operator with D-RTRL, and every other rule on some models.
+FEW = {
+    "pp_prop": ["lstm", "complex_dense", "conv", "embedding", "sparse", "alif"],
+    "e_prop with a filter": ["gru", "complex_lru"],
+    "rtrl": ["lstm", "complex_dense"],
+    "uoro": ["gru"],
+    "ostl": ["lstm"],
+    "snap": ["gru", "complex_dense"],
+    "dni": ["indrnn"],
+    "immediate": [],  # only factors that wait
+}
 advance = zoo.hurried(lambda rule, traces, factors: rule.advance(traces, factors), static_argnums=0)
 gradient = zoo.hurried(lambda rule, traces, signal: rule.gradient(traces, signal), static_argnums=0)
 
@@ -78,12 +91,17 @@ def signal_for(factors: Any) -> Signal:
 
 
 def waits(rule: Any, key: str) -> bool:
-    """Whether this is a factor that waits for the next step, not a trace."""
+    """Whether this is a factor that waits for the next step or a parameter of the rule's own, not a trace."""
+    if key.startswith("synthesiser."):
+        return True
     return rule != PPProp() and (".df." in key or ".D." in key or key.endswith(".x"))
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize(
+    ("rule", "name"),
+    [(RULES[rule], name) for rule in RULES for name in (CASES if rule in BY_OPERATOR else FEW[rule])],
+    ids=lambda value: value if isinstance(value, str) else repr(value),
+)
 def test_traces_stay_short_and_gradients_do_not(rule, name):
     _, plan, _, _ = case_of(name)
     factors = sequence(name)
@@ -100,14 +118,6 @@ def test_traces_stay_short_and_gradients_do_not(rule, name):
     assert {k: (v.shape, v.dtype) for k, v in found.items()} == {k: (v.shape, v.dtype) for k, v in expected.items()}
 
 
-# The trace rule of every operator with D-RTRL, and every other rule on some models.
-FEW = {
-    "pp_prop": ["lstm", "complex_dense", "conv", "embedding", "sparse", "alif"],
-    "e_prop with a filter": ["gru", "complex_lru"],
-    "rtrl": ["lstm", "complex_dense"],
-    "uoro": ["gru"],
-    "immediate": [],  # only factors that wait
-}
 LEFT_OUT = (
     *("layer_norm", "complex_dense"),  # nothing in D: D-RTRL keeps no trace
     *("summed_weights", "leading_axis", "stack", "lif"),  # operators that others have too
@@ -141,7 +151,7 @@ def test_gradients_are_close_to_the_full_ones(rule, name):
         assert any(np.any(short[key] != full[key]) for key in full), "not rounded at all"
 
 
-@pytest.mark.parametrize("rule", [DRTRL(), PPProp(0.95), EProp(kappa=0.9), RTRL(), UORO()], ids=repr)
+@pytest.mark.parametrize("rule", [DRTRL(), PPProp(0.95), EProp(kappa=0.9), RTRL(), UORO(), SnAp()], ids=repr)
 def test_a_window_rounds_once(rule):
     """Error of traces after 32 steps: one window's is that of one rounding, that of single steps adds up."""
     weights = jnp.linspace(-1, 1, zoo.FEATURES * zoo.UNITS, dtype=jnp.float32).reshape(zoo.FEATURES, zoo.UNITS)
