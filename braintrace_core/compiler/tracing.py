@@ -74,9 +74,7 @@ def extract_step_info(
     carry_states = _leaf_states(
         carry,
         "carry",
-        lambda leaf, i: (
-            brainstate.HiddenState if chosen[i] and is_differentiable(leaf) else brainstate.ShortTermState
-        ),
+        lambda leaf, i: brainstate.HiddenState if chosen[i] and is_differentiable(leaf) else brainstate.ShortTermState,
     )
     params_tree, carry_tree = jax.tree.structure(params), jax.tree.structure(carry)
 

@@ -6,7 +6,15 @@ from .drtrl import DRTRL
 from .eprop import EProp, Immediate, ThreeFactor
 from .factors import Signal, WindowFactors
 from .names import get_rule
-from .online import OnlineGradient, online_gradient, step_online_gradient
+from .online import (
+    OnlineGradient,
+    PresentGradient,
+    online_gradient,
+    past_gradient,
+    step_gradient,
+    step_online_gradient,
+    window_gradient,
+)
 from .ostl import OSTL
 from .plan import RulePlan
 from .pp_prop import PPProp
@@ -30,6 +38,7 @@ __all__ = [
     "LinearSynthesiser",
     "OnlineGradient",
     "PPProp",
+    "PresentGradient",
     "QualityMeter",
     "Rule",
     "RulePlan",
@@ -41,5 +50,8 @@ __all__ = [
     "compare_gradients",
     "get_rule",
     "online_gradient",
+    "past_gradient",
+    "step_gradient",
     "step_online_gradient",
+    "window_gradient",
 ]

@@ -17,7 +17,7 @@ from .factors import WindowFactors, signal_of_states
 from .influence import HiddenVector
 from .plan import RulePlan
 from .rule import Traces, as_plan
-from .window import WindowGradient, WindowResult
+from .window import WindowRecord
 
 __all__ = ["DNI", "LinearSynthesiser", "Synthesiser", "with_future"]
 
@@ -94,33 +94,31 @@ def with_future(
     rule: DNI,
     traces: Traces,
     frontier: Mapping[Var, Any],
-    window: WindowResult,
-    gradient: WindowGradient,
-    states: Sequence[Any],
-    reset: Any,
+    record: WindowRecord,
+    present: Any,
     initial: Sequence[Any] | None,
 ) -> tuple[dict[Var, Array], Traces]:
     """What the estimate at a window's end says about parameters that no trace follows, and the traces after learning.
 
     Args:
-      plan, rule, traces, frontier: what the window ran with.
-      window, gradient: what it gave.
-      states, reset, initial: as it ran.
+      plan, rule, traces, frontier, record: what the window ran with, and recorded.
+      present: the window's own gradient.
+      initial: what new sequences start from.
     """
     program = plan.program
-    estimate = lax.stop_gradient(rule.future(traces, plan, window.states))
+    estimate = lax.stop_gradient(rule.future(traces, plan, present.after))
     _, _, _, ahead = program.value_and_gradient(
-        lambda w: (jnp.sum(estimate * _hidden(plan, w.states)), None),
+        lambda window: (jnp.sum(estimate * _hidden(plan, window.states)), None),
         frontier,
-        states,
-        window.record.inputs,
-        reset,
+        present.before,
+        record.inputs,
+        record.reset,
         initial,
         operators=plan.not_followed,
     )
-    found = program.operand_gradients(frontier, program.local_values(frontier, window.record), ahead)
-    target = [now + later for now, later in zip(gradient.states, ahead.states, strict=True)]
-    return found, rule.learn(traces, plan, states, target)
+    found = program.operand_gradients(frontier, program.local_values(frontier, record), ahead)
+    target = [None if now is None else now + later for now, later in zip(present.signal, ahead.states, strict=True)]
+    return found, rule.learn(traces, plan, present.before, target)
 
 
 def _own(traces: Traces) -> dict[str, Array]:

@@ -13,16 +13,27 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .._compat import Var
-from .baselines import BPTT, checkpointed_gradient
+from .baselines import BPTT, TBPTT, checkpointed_gradient
 from .dni import DNI, with_future
 from .eprop import EProp
 from .factors import Signal, signal_of_states, window_factors
 from .operators import add_to
 from .plan import RulePlan
 from .rule import OperandGradients, Rule, Traces
-from .window import WindowResult
+from .window import WindowRecord, WindowResult
 
-__all__ = ["OnlineGradient", "online_gradient", "past_gradient", "step_online_gradient"]
+__all__ = [
+    "OnlineGradient",
+    "PresentGradient",
+    "online_gradient",
+    "past_gradient",
+    "step_gradient",
+    "step_online_gradient",
+    "window_gradient",
+]
+
+Groups = tuple[tuple[Array, ...], ...]
+Loss = Callable[[WindowResult], tuple[Array, Any]]
 
 
 class OnlineGradient(NamedTuple):
@@ -42,10 +53,34 @@ class OnlineGradient(NamedTuple):
     gradients: list[Array]
 
 
+class PresentGradient(NamedTuple):
+    """What a window says without its past: the ordinary gradient, and what a rule needs to add the past.
+
+    Attributes:
+      value, aux: of the loss.
+      gradients: one for each parameter leaf, within the window. With step credit, zero where a trace follows.
+      before, after: leaves of the states at the window's ends.
+      signal: with window credit, the gradients of ``before`` (None for those without); with step credit, each step's
+        signal for each group and component, ``(time, batch, *varshape)``.
+      record: what the window recorded; None if it has to be run again.
+      inputs, reset: the window's own.
+    """
+
+    value: Array
+    aux: Any
+    gradients: list[Array]
+    before: list[Array]
+    after: list[Array]
+    signal: Any
+    record: WindowRecord | None
+    inputs: list[Any]
+    reset: Any
+
+
 def online_gradient(
     plan: RulePlan,
     rule: Rule,
-    loss: Callable[[WindowResult], tuple[Array, Any]],
+    loss: Loss,
     parameters: Sequence[Any],
     states: Sequence[Any],
     traces: Traces,
@@ -63,29 +98,14 @@ def online_gradient(
       traces: before the window.
       reset, initial: where new sequences start, and what they start from.
     """
-    program = plan.program
-    if isinstance(rule, BPTT) and rule.checkpoint == "sqrt":
-        value, aux, after, gradients = checkpointed_gradient(program, loss, parameters, states, inputs, reset, initial)
-        return OnlineGradient(value, aux, after, traces, gradients)
-    frontier = program.frontier(parameters)
-    value, aux, window, gradient = program.value_and_gradient(loss, frontier, states, inputs, reset, initial)
-    local = program.local_values(frontier, window.record)
-    found = program.operand_gradients(frontier, local, gradient)
-    if isinstance(rule, DNI):
-        ahead, traces = with_future(plan, rule, traces, frontier, window, gradient, states, reset, initial)
-        for var, more in ahead.items():
-            add_to(found, var, more)
-    factors = window_factors(plan, frontier, window.record)
-    signal = signal_of_states(plan, gradient.states, factors.operands)
-    past = rule.gradient(traces, signal)
-    gradients = program.parameter_gradients(parameters, add_operand_gradients(plan, found, past))
-    return OnlineGradient(value, aux, window.states, rule.advance(traces, factors), gradients)
+    present = window_gradient(plan, loss, parameters, states, inputs, reset, initial, rule=rule)
+    return _with_past(plan, rule, parameters, traces, present, initial, "window")
 
 
 def step_online_gradient(
     plan: RulePlan,
     rule: Rule,
-    loss: Callable[[WindowResult], tuple[Array, Any]],
+    loss: Loss,
     parameters: Sequence[Any],
     states: Sequence[Any],
     traces: Traces,
@@ -104,7 +124,65 @@ def step_online_gradient(
       plan, rule, loss, parameters, states, traces, inputs, reset, initial: as in :func:`online_gradient`; the loss
         must be a sum over steps.
     """
+    present = step_gradient(plan, loss, parameters, states, inputs, reset, initial, rule=rule, modulator=modulator)
+    return _with_past(plan, rule, parameters, traces, present, initial, "step")
+
+
+def _with_past(
+    plan: RulePlan,
+    rule: Rule,
+    parameters: Sequence[Any],
+    traces: Traces,
+    present: PresentGradient,
+    initial: Sequence[Any] | None,
+    credit: str,
+) -> OnlineGradient:
+    more, traces = past_gradient(plan, rule, parameters, traces, present, initial, credit)
+    gradients = [a + b for a, b in zip(present.gradients, more, strict=True)]
+    return OnlineGradient(present.value, present.aux, present.after, traces, gradients)
+
+
+def window_gradient(
+    plan: RulePlan,
+    loss: Loss,
+    parameters: Sequence[Any],
+    states: Sequence[Any],
+    inputs: Sequence[Any],
+    reset: Any = None,
+    initial: Sequence[Any] | None = None,
+    rule: Rule | None = None,
+) -> PresentGradient:
+    """The ordinary gradient of a window, and that of the states at its start. Arguments as in :func:`online_gradient`."""
     program = plan.program
+    states, inputs = list(states), list(inputs)
+    if isinstance(rule, BPTT) and rule.checkpoint == "sqrt":
+        value, aux, after, gradients = checkpointed_gradient(program, loss, parameters, states, inputs, reset, initial)
+        return PresentGradient(value, aux, gradients, states, after, [None] * len(states), None, inputs, reset)
+    frontier = program.frontier(parameters)
+    value, aux, window, gradient = program.value_and_gradient(loss, frontier, states, inputs, reset, initial)
+    local = program.local_values(frontier, window.record)
+    found = program.operand_gradients(frontier, local, gradient)
+    gradients = program.parameter_gradients(parameters, found)
+    return PresentGradient(value, aux, gradients, states, window.states, gradient.states, window.record, inputs, reset)
+
+
+def step_gradient(
+    plan: RulePlan,
+    loss: Loss,
+    parameters: Sequence[Any],
+    states: Sequence[Any],
+    inputs: Sequence[Any],
+    reset: Any = None,
+    initial: Sequence[Any] | None = None,
+    rule: Rule | None = None,
+    modulator: Any = None,
+) -> PresentGradient:
+    """Each step's own signal, and the gradient within the window of what no trace follows.
+
+    Arguments as in :func:`step_online_gradient`; the rule matters only if it has random feedback.
+    """
+    program = plan.program
+    states, inputs = list(states), list(inputs)
     frontier = program.frontier(parameters)
     value, aux, window, gradient = program.value_and_gradient(
         loss,
@@ -119,20 +197,54 @@ def step_online_gradient(
         feedback=random_feedback(plan, rule, frontier),
     )
     local = program.local_values(frontier, window.record)
-    found = program.operand_gradients(frontier, local, gradient)
-    factors = window_factors(plan, frontier, window.record)
+    gradients = program.parameter_gradients(parameters, program.operand_gradients(frontier, local, gradient))
     if modulator is not None:
-        signals = _modulated(plan, modulator, factors.operands)
+        signal = _modulated(plan, modulator)
     elif program.outputs_see_states_only:
-        signals = _present_signals(plan, gradient.present, factors.operands)
+        signal = _present_signals(plan, gradient.present)
     else:
-        signals = _whole_step_signals(plan, loss, parameters, window, factors.operands)
-    now = rule.step_gradient(traces, factors, signals)
-    gradients = program.parameter_gradients(parameters, add_operand_gradients(plan, found, now))
-    return OnlineGradient(value, aux, window.states, rule.advance(traces, factors), gradients)
+        signal = _whole_step_signals(plan, loss, parameters, window)
+    return PresentGradient(value, aux, gradients, states, window.states, signal, window.record, inputs, reset)
 
 
-def random_feedback(plan: RulePlan, rule: Rule, frontier: Mapping[Var, Any]) -> dict[int, Any]:
+def past_gradient(
+    plan: RulePlan,
+    rule: Rule,
+    parameters: Sequence[Any],
+    traces: Traces,
+    present: PresentGradient,
+    initial: Sequence[Any] | None = None,
+    credit: str = "window",
+) -> tuple[list[Array], Traces]:
+    """What a rule adds to the gradient of a window, for each parameter leaf, and the traces after it.
+
+    Args:
+      plan, rule, parameters: as in :func:`online_gradient`.
+      traces: before the window.
+      present: from :func:`window_gradient` or :func:`step_gradient`.
+      initial: what new sequences start from.
+      credit: which of the two it was.
+    """
+    program = plan.program
+    if isinstance(rule, TBPTT):
+        return [jnp.zeros_like(p) for p in parameters], traces
+    frontier = program.frontier(parameters)
+    record = present.record
+    if record is None:
+        record = program.run(frontier, present.before, present.inputs, present.reset, initial).record
+    found: dict[Var, Array] = {}
+    if isinstance(rule, DNI) and credit == "window":
+        found, traces = with_future(plan, rule, traces, frontier, record, present, initial)
+    factors = window_factors(plan, frontier, record)
+    if credit == "window":
+        more = rule.gradient(traces, signal_of_states(plan, present.signal, factors.operands))
+    else:
+        more = rule.step_gradient(traces, factors, Signal(present.signal, factors.operands, plan))
+    gradients = program.parameter_gradients(parameters, add_operand_gradients(plan, found, more))
+    return gradients, rule.advance(traces, factors)
+
+
+def random_feedback(plan: RulePlan, rule: Rule | None, frontier: Mapping[Var, Any]) -> dict[int, Any]:
     """For a rule with random feedback, operands to send errors back through, for every operator of the readout."""
     if not isinstance(rule, EProp) or rule.feedback != "random":
         return {}
@@ -152,18 +264,16 @@ def random_feedback(plan: RulePlan, rule: Rule, frontier: Mapping[Var, Any]) -> 
     return found
 
 
-def _present_signals(plan: RulePlan, present: Mapping[int, Array], operands: Any) -> Signal:
+def _present_signals(plan: RulePlan, present: Mapping[int, Array]) -> Groups:
     places = {v: i for i, v in enumerate(plan.program.state_outvars)}
     groups = []
     for group in plan.graph.hidden_groups:
         values = [present[places[v]] for v in group.hidden_outvars]
         groups.append(tuple(group.components.of_cotangents(values, a) for a in range(len(group.components))))
-    return Signal(tuple(groups), operands, plan)
+    return tuple(groups)
 
 
-def _whole_step_signals(
-    plan: RulePlan, loss: Any, parameters: Sequence[Any], window: WindowResult, operands: Any
-) -> Signal:
+def _whole_step_signals(plan: RulePlan, loss: Any, parameters: Sequence[Any], window: WindowResult) -> Groups:
     """Signals through the whole step, all steps at once: a layer above may act on the loss within the same step."""
     program, minfo, perturbed = plan.program, plan.graph.module_info, plan.graph.hidden_perturb
     if perturbed is None:
@@ -194,26 +304,16 @@ def _whole_step_signals(
     for group in plan.graph.hidden_groups:
         values = [by_path[p] for p in group.hidden_paths]
         groups.append(tuple(group.components.of_cotangents(values, a) for a in range(len(group.components))))
-    return Signal(tuple(groups), operands, plan)
+    return tuple(groups)
 
 
-def _modulated(plan: RulePlan, modulator: Array, operands: Any) -> Signal:
+def _modulated(plan: RulePlan, modulator: Array) -> Groups:
     groups = []
     for group in plan.groups:
         spread = jnp.expand_dims(modulator, tuple(range(modulator.ndim, 2 + len(group.varshape))))
         value = jnp.broadcast_to(spread, (*modulator.shape[:2], *group.varshape))
         groups.append(tuple(value.astype(dtype) for dtype in group.dtypes))
-    return Signal(tuple(groups), operands, plan)
-
-
-def past_gradient(
-    plan: RulePlan, rule: Rule, parameters: Sequence[Any], traces: Traces, states_gradient: Sequence[Any]
-) -> list[Array]:
-    """The part of the gradient that lies before a window, for each parameter leaf."""
-    frontier = plan.program.frontier(parameters)
-    signal = signal_of_states(plan, states_gradient, plan.operands(frontier))
-    found = add_operand_gradients(plan, {}, rule.gradient(traces, signal))
-    return plan.program.parameter_gradients(parameters, found)
+    return tuple(groups)
 
 
 def add_operand_gradients(plan: RulePlan, found: Mapping[Var, Array], more: OperandGradients) -> dict[Var, Array]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -133,8 +133,8 @@ class RulePlan:
         return self._known[key]
 
     @staticmethod
-    def of(graph: ETraceGraph) -> RulePlan:
-        """The plan that follows the graph as it is."""
+    def of(graph: ETraceGraph, frozen: Collection[int] = ()) -> RulePlan:
+        """The plan that follows the graph as it is; no trace is kept for parameters with ``frozen`` indices alone."""
         program = WindowProgram(graph)
         groups = tuple(
             GroupPlan(
@@ -146,7 +146,10 @@ class RulePlan:
         )
         operators = {op.y: op for op in program.schedule.operators}
         links = []
+        trained = program.trained_variables(frozen)
         for r, relation in enumerate(graph.hidden_param_op_relations):
+            if not any(v in trained for v in operators[relation.y_var].operands.values()):
+                continue
             for k, group in enumerate(relation.hidden_groups):
                 plan = graph.factor_plan.groups[group.index]
                 suffix = f".{k}" if len(relation.hidden_groups) > 1 else ""

@@ -12,7 +12,7 @@ is then one product over time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -72,14 +72,14 @@ class WindowGradient(NamedTuple):
     Attributes:
       operators: operator -> gradient of its result, ``(time, batch, ...)``, for those that were asked for.
       direct: gradients of the schedule's direct variables.
-      states: gradients of the states before the window, zeros for those without derivatives.
+      states: gradients of the states before the window, None for those without.
       present: for each hidden state's variable after a step, what the outputs of that same step say of it,
         ``(time, batch, ...)``.
     """
 
     operators: dict[int, Array]
     direct: tuple[Array, ...]
-    states: list[Array]
+    states: list[Any]
     present: dict[int, Array]
 
 
@@ -126,6 +126,15 @@ class WindowProgram:
         part = self.schedule.parameters
         made = dict(zip(part.writes, part.run(values, bind_equation), strict=True))
         return {v: made[v] if v in made else values[v] for v in self.schedule.frontier}
+
+    def trained_variables(self, frozen: Collection[int] = ()) -> set[Var]:
+        """The frontier variables that depend on a parameter other than those with ``frozen`` indices."""
+        weights = self.graph.module_info.weight_invars
+        trained = {v for i, v in enumerate(weights) if i not in frozen}
+        for eqn in self.schedule.parameters.eqns:
+            if any(isinstance(v, Var) and v in trained for v in eqn.invars):
+                trained.update(eqn.outvars)
+        return trained.intersection(self.schedule.frontier)
 
     def run(
         self,
@@ -199,7 +208,7 @@ class WindowProgram:
         (value, (aux, window)), (for_operators, for_direct, for_states, for_present) = jax.value_and_grad(
             of, argnums=(0, 1, 2, 3), has_aux=True
         )(deltas, direct, tuple(states[i] for i in moving), present)
-        gradients = [jnp.zeros_like(state) for state in states]
+        gradients: list[Any] = [None] * len(states)
         for i, gradient in zip(moving, for_states, strict=True):
             gradients[i] = gradient
         gradient = WindowGradient(
