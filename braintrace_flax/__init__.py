@@ -3,6 +3,28 @@
 import braintrace_core
 from braintrace_core import *  # noqa: F403
 
-__all__ = list(braintrace_core.__all__)
+from .adapters import Hidden
+from .model import Model, compile
+from .online_grad import OnlineGradState, online_grad, reset_traces
+from .quality import check_against_bptt
+from .train_step import TrainState, TrainStep, buckets, train_step
+from .window import Window, value_and_grad
+
+__all__ = [
+    "Hidden",
+    "Model",
+    "OnlineGradState",
+    "TrainState",
+    "TrainStep",
+    "Window",
+    "buckets",
+    "check_against_bptt",
+    "compile",
+    "online_grad",
+    "reset_traces",
+    "train_step",
+    "value_and_grad",
+]
+__all__ += braintrace_core.__all__
 
 __version__ = "0.1.0"

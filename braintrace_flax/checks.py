@@ -7,7 +7,16 @@ from typing import Any
 
 import jax
 
-__all__ = ["check_tree", "leaf_paths"]
+__all__ = [
+    "check_credit",
+    "check_mask",
+    "check_reset",
+    "check_targets",
+    "check_time",
+    "check_tree",
+    "leaf_paths",
+    "split_inputs",
+]
 
 
 def leaf_paths(tree: Any) -> list[str]:
@@ -52,3 +61,98 @@ def _difference(leaf: Any, shape: Any) -> str | None:
     if tuple(leaf.shape) != tuple(shape.shape) or leaf.dtype != shape.dtype:
         return f"has shape {tuple(leaf.shape)} and dtype {leaf.dtype}, expected {tuple(shape.shape)} and {shape.dtype}"
     return None
+
+
+def split_inputs(model: Any, inputs: Any) -> tuple[Any, ...]:
+    """The inputs as a tuple, one for each input of the step."""
+    return (inputs,) if len(model.inputs_shape) == 1 else tuple(inputs)
+
+
+def check_time(model: Any, inputs: Any) -> int:
+    """The number of time steps of ``inputs``; an error names what is wrong with them."""
+    expected = model.inputs_shape
+    if len(expected) > 1 and (not isinstance(inputs, (tuple, list)) or len(inputs) != len(expected)):
+        raise ValueError(
+            f"The step takes {len(expected)} inputs: pass `inputs` as a tuple of {len(expected)}, each with time first."
+        )
+    given = split_inputs(model, inputs)
+    found, wanted = jax.tree.leaves(given), jax.tree.leaves(expected)
+    if jax.tree.structure(given) != jax.tree.structure(expected):
+        raise ValueError(
+            f"`inputs` has the structure {jax.tree.structure(given)}; the model was compiled for "
+            f"{jax.tree.structure(expected)}, each leaf with time as its first axis."
+        )
+    for name, leaf, shape in zip(leaf_paths(given), found, wanted, strict=True):
+        where = "`inputs`" if len(wanted) == 1 else f"`inputs` at {name}"
+        like = ", ".join(["time", *map(str, shape.shape)])
+        if not hasattr(leaf, "shape"):
+            raise ValueError(f"{where} is a {type(leaf).__name__}, expected an array ({like}).")
+        if tuple(leaf.shape) == tuple(shape.shape):
+            raise ValueError(
+                f"{where} has shape {tuple(leaf.shape)}: the time axis is missing. Expected ({like}); for a single step "
+                "write `inputs[None]`."
+            )
+        if tuple(leaf.shape[1:]) != tuple(shape.shape):
+            hint = ""
+            if leaf.ndim == len(shape.shape) + 1 and model.batch_size is not None and leaf.shape[1] != model.batch_size:
+                hint = (
+                    f" The batch has {leaf.shape[1]} examples, the model was compiled for {model.batch_size}: compile for "
+                    "the new size, or pad the batch and mask what is not there."
+                )
+            raise ValueError(f"{where} has shape {tuple(leaf.shape)}, expected ({like}).{hint}")
+        if leaf.dtype != shape.dtype:
+            raise ValueError(
+                f"{where} has dtype {leaf.dtype}; the model was compiled for {shape.dtype}. Cast it, or compile again."
+            )
+    lengths = {leaf.shape[0] for leaf in found}
+    if len(lengths) != 1 or 0 in lengths:
+        raise ValueError(f"`inputs` has {sorted(lengths)} time steps; all must have the same number, at least one.")
+    return lengths.pop()
+
+
+def check_targets(targets: Any, steps: int) -> None:
+    """Raise unless each target has as many time steps as the inputs."""
+    for name, leaf in zip(leaf_paths(targets), jax.tree.leaves(targets), strict=True):
+        if not hasattr(leaf, "shape") or leaf.shape[:1] != (steps,):
+            where = "`targets`" if name == "." else f"`targets` at {name}"
+            raise ValueError(
+                f"{where} has shape {getattr(leaf, 'shape', type(leaf).__name__)}; its first axis must be time, "
+                f"{steps} steps as in `inputs`. A target of the whole sequence: repeat it over time, and mask the steps "
+                "before the last."
+            )
+
+
+def check_reset(model: Any, reset: Any, steps: int) -> None:
+    """Raise unless ``reset`` is a bool for each step and example."""
+    if reset is None:
+        return
+    expected = (steps,) if model.batch_size is None else (steps, model.batch_size)
+    if tuple(getattr(reset, "shape", ())) != expected or getattr(reset, "dtype", None) != bool:
+        raise ValueError(
+            f"`reset` has shape {getattr(reset, 'shape', None)} and dtype {getattr(reset, 'dtype', None)}; expected bools "
+            f"of shape {expected}: one for each step{'' if model.batch_size is None else ' and example'}."
+        )
+    if model.is_batched:
+        raise ValueError(
+            "The examples of this model are coupled (batch statistics, or a step that is written for the whole batch), so "
+            "single rows cannot be reset. Start a new sequence for the whole batch with `reset_traces` and "
+            "`model.initial_carry()`."
+        )
+
+
+def check_mask(model: Any, mask: Any, steps: int) -> None:
+    """Raise unless ``mask`` has an entry for each step, or for each step and example."""
+    if mask is None:
+        return
+    shapes = [(steps,)] if model.batch_size is None else [(steps,), (steps, model.batch_size)]
+    if tuple(getattr(mask, "shape", ())) not in shapes:
+        raise ValueError(
+            f"`mask` has shape {getattr(mask, 'shape', None)}; expected {' or '.join(map(str, shapes))}: one entry for each "
+            "step, or for each step and example."
+        )
+
+
+def check_credit(credit: Any) -> None:
+    """Raise unless ``credit`` is one of the two."""
+    if credit not in ("window", "step"):
+        raise ValueError(f'`credit` is "window" or "step", got {credit!r}.')

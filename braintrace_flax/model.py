@@ -107,26 +107,26 @@ class Model:
     def state_leaves(self, carry: Any) -> list[Any]:
         """The carry's leaves, examples first."""
         leaves = check_tree("carry", carry, self.carry_shape)
-        return leaves if self._has_examples else [leaf[None] for leaf in leaves]
+        return leaves if self.has_examples else [leaf[None] for leaf in leaves]
 
     def as_carry(self, leaves: Sequence[Any]) -> Any:
         """The carry from its leaves."""
-        leaves = leaves if self._has_examples else [leaf[0] for leaf in leaves]
+        leaves = leaves if self.has_examples else [leaf[0] for leaf in leaves]
         return jax.tree.unflatten(jax.tree.structure(self.carry_shape), leaves)
 
     def input_leaves(self, inputs: tuple[Any, ...]) -> list[Any]:
         """The leaves of a window's inputs, time and examples first."""
         leaves = jax.tree.leaves(inputs)
-        return leaves if self._has_examples else [leaf[:, None] for leaf in leaves]
+        return leaves if self.has_examples else [leaf[:, None] for leaf in leaves]
 
     def as_outputs(self, leaves: Sequence[Any]) -> Any:
         """The outputs of a window, ``(time, batch, ...)``, from their leaves."""
-        leaves = leaves if self._has_examples else [leaf[:, 0] for leaf in leaves]
+        leaves = leaves if self.has_examples else [leaf[:, 0] for leaf in leaves]
         return jax.tree.unflatten(jax.tree.structure(self.output_shape), leaves)
 
     def reset_mask(self, reset: Any) -> Any:
         """Where new sequences start, as the rules see it."""
-        return reset if reset is None or self._has_examples else reset[:, None]
+        return reset if reset is None or self.has_examples else reset[:, None]
 
     def initial_leaves(self) -> list[Any]:
         """For each leaf of the carry, what a new sequence starts from; None for what goes on."""
@@ -135,7 +135,8 @@ class Model:
         return [leaf if is_hidden else None for leaf, is_hidden in zip(leaves, hidden, strict=True)]
 
     @property
-    def _has_examples(self) -> bool:
+    def has_examples(self) -> bool:
+        """Whether arrays have an axis of independent examples."""
         return self.batch_size is not None and not self.is_batched
 
     def __repr__(self) -> str:
@@ -160,8 +161,8 @@ def compile(
 
     Other arguments:
       params: the parameters, for a plain function: arrays, shapes, or ``init(key)``. For modules: instead of their own.
-      carry: the initial carry, for a plain function and for modules without ``initialize_carry``; of the batch or of one
-        example.
+      carry: the initial carry, for a plain function and for modules without ``initialize_carry``; of the batch, or of
+        one example.
       batch_axis: 0; or None for a single stream, without a batch axis.
       frozen: names of parameters that are not trained, or parts of paths (``"encoder"``); no traces are kept for them.
 
@@ -172,7 +173,7 @@ def compile(
     >>> from flax import linen as nn
     >>> model = compile(nn.GRUCell(8), jnp.zeros((2, 3)))
     >>> model
-    Model(Linen module GRUCell, 312 parameters, batch of 2)
+    Model(Linen module GRUCell, 296 parameters, batch of 2)
     >>> params, carry = model.init(jax.random.key(0)), model.initial_carry()
     >>> carry, out = model.apply(params, carry, jnp.ones((2, 3)))
     >>> out.shape
@@ -218,8 +219,8 @@ def _finish(
     lost = [names[i] for i in parameters_without_gradient(graph) if i not in not_trained]
     if lost:
         raise CompilationError(
-            f"No gradient can ever reach {', '.join(lost)}: the step's outputs do not depend on it. Use it in the step, "
-            f"or say that it is meant: `compile(..., frozen={lost!r})`."
+            f"No gradient can ever reach {', '.join(lost)}: the step's outputs do not depend on it. Use it in the "
+            f"step, or say that it is meant: `compile(..., frozen={lost!r})`."
         )
     several = batch_size is not None and not is_batched
 
@@ -236,8 +237,8 @@ def _batch_size(inputs: Any) -> int:
     for keys, leaf in leaves:
         if not leaf.shape:
             raise ValueError(
-                f"Example input {jax.tree_util.keystr(keys)} is a scalar: its first axis must be the batch. For a single "
-                "stream without a batch pass `batch_axis=None`."
+                f"Example input {jax.tree_util.keystr(keys)} is a scalar: its first axis must be the batch. For a "
+                "single stream without a batch pass `batch_axis=None`."
             )
     sizes = {leaf.shape[0] for _, leaf in leaves}
     if len(sizes) != 1:

@@ -20,7 +20,7 @@ from .plan import RulePlan
 from .pp_prop import PPProp
 from .quality import GradientComparison, QualityMeter, compare_gradients
 from .rtrl import RTRL, UORO
-from .rule import Rule
+from .rule import Rule, Traces
 from .snap import SnAp
 from .window import WindowProgram
 
@@ -45,6 +45,7 @@ __all__ = [
     "Signal",
     "SnAp",
     "ThreeFactor",
+    "Traces",
     "WindowFactors",
     "WindowProgram",
     "compare_gradients",

@@ -152,7 +152,10 @@ def window_gradient(
     initial: Sequence[Any] | None = None,
     rule: Rule | None = None,
 ) -> PresentGradient:
-    """The ordinary gradient of a window, and that of the states at its start. Arguments as in :func:`online_gradient`."""
+    """The ordinary gradient of a window, and that of the states at its start.
+
+    Arguments as in :func:`online_gradient`; the rule matters only if it is ``BPTT(checkpoint="sqrt")``.
+    """
     program = plan.program
     states, inputs = list(states), list(inputs)
     if isinstance(rule, BPTT) and rule.checkpoint == "sqrt":

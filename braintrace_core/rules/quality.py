@@ -136,7 +136,7 @@ class QualityMeter:
         plan: RulePlan,
         loss: Callable[[WindowResult, Any], Array],
         parameters: Sequence[Any],
-        found: Sequence[Any],
+        found: Sequence[Any] | Callable[[], Sequence[Any]],
         initial: Sequence[Any] | None = None,
     ) -> Quality:
         """A reading if one is due, else NaN.
@@ -146,7 +146,7 @@ class QualityMeter:
           plan: of the model.
           loss: ``loss(window, targets)`` of the newest window.
           parameters: leaves, as they were for that window.
-          found: the gradients to be judged.
+          found: the gradients to be judged, or a function that computes them when a reading is due.
           initial: what resets start from.
         """
         due = (ring.recorded >= self.windows) & (ring.recorded % self.every == 0)
@@ -164,7 +164,7 @@ class QualityMeter:
             _, _, _, truth = checkpointed_gradient(
                 plan.program, newest, parameters, [s[0] for s in states], flat[0], flat[1], initial
             )
-            return _read(found, truth)
+            return _read(found() if callable(found) else found, truth)
 
         nothing = jnp.full((), jnp.nan, jnp.result_type(float))
         return lax.cond(due, read, lambda _: Quality(nothing, nothing), None)

@@ -1,0 +1,219 @@
+"""``online_grad``: the ordinary gradient of a window in, the online gradient out; the traces live in its state."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from braintrace_core.rules import Rule, Traces, get_rule, past_gradient
+
+from .checks import check_credit
+from .model import Model, compile
+from .window import Credit, Window, as_present
+
+__all__ = ["OnlineGradState", "online_grad", "reset_traces", "settings_of"]
+
+_RIGHT_CALL = "`tx.update(grads, opt_state, params, online=window)`, where `window` comes from `value_and_grad`"
+
+
+@jax.tree_util.register_static
+class Settings:
+    """How the traces of a state are to be read: a leaf of no size.
+
+    Attributes:
+      rule, credit, model: as given to :func:`online_grad`.
+    """
+
+    def __init__(self, rule: Rule, credit: Credit, model: Model):
+        self.rule, self.credit, self.model = rule, credit, model
+
+    def _key(self) -> Any:
+        return self.rule, self.credit, id(self.model)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Settings) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        return f"{self.rule!r}, credit={self.credit!r}"
+
+
+class OnlineGradState(NamedTuple):
+    """The state of :func:`online_grad`.
+
+    Attributes:
+      traces: eligibility traces by name, ``path/of/param@relation...``; the batch is the first axis of each.
+      skipped: how many windows were left out because they were not finite.
+      settings: the rule; not an array.
+    """
+
+    traces: Traces
+    skipped: Array
+    settings: Settings
+
+    def __repr__(self) -> str:
+        size = sum(trace.size * trace.dtype.itemsize for trace in self.traces.values())
+        names = "\n".join(f"  {name}: {trace.dtype}{list(trace.shape)}" for name, trace in self.traces.items())
+        return f"OnlineGradState({self.settings}, {len(self.traces)} traces, {size / 2**20:.2f} MiB\n{names})"
+
+
+def online_grad(
+    model: Any,
+    *example_inputs: Any,
+    rule: str | Rule = "d_rtrl",
+    credit: Credit = "window",
+    trace_dtype: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Turn the gradients of a window into online gradients; the first link of an Optax chain.
+
+    Main arguments:
+      model: from :func:`compile`; or a model to compile, with ``example_inputs``.
+      rule: the learning rule, or its name.
+      credit: ``"window"`` or ``"step"``, as in :func:`value_and_grad`.
+
+    Other arguments:
+      trace_dtype: the dtype to keep traces in; None for that of the parameters.
+
+    The update needs the parameters and the window: ``tx.update(grads, state, params, online=window)``. A window that is
+    not finite gives no update, leaves the traces as they were, and is counted in ``state.skipped``.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> from flax import linen as nn
+    >>> import braintrace_flax as braintrace
+    >>> model = braintrace.compile(nn.SimpleCell(4), jnp.zeros((2, 3)))
+    >>> tx = optax.chain(braintrace.online_grad(model, rule="pp_prop"), optax.adam(1e-3))
+    >>> state = tx.init(model.init(jax.random.key(0)))
+    >>> sorted(optax.tree.get(state, "OnlineGradState").traces)[:2]
+    ['params/h/kernel@1.f.0', 'params/h/kernel@1.x']
+    """
+    compiled = _compiled(model, example_inputs)
+    chosen = get_rule(rule)
+    check_credit(credit)
+    settings = Settings(chosen, credit, compiled)
+
+    def init(params: Any) -> OnlineGradState:
+        del params  # shapes come from the compiled graph: Optax calls this with placeholders too
+        traces = chosen.init(compiled.plan, compiled.examples, trace_dtype)
+        return OnlineGradState(traces, jnp.zeros((), jnp.int32), settings)
+
+    def update(
+        updates: Any, state: OnlineGradState, params: Any = None, *, online: Any = None, **extra: Any
+    ) -> tuple[Any, OnlineGradState]:
+        del extra
+        _check_call(updates, params, online, credit)
+        parameters, gradients = compiled.param_leaves(params), jax.tree.leaves(updates)
+        present = as_present(compiled, online)
+        start = None if online.reset is None else compiled.initial_leaves()
+        fine = _all_finite([gradients, present.signal, present.after])
+        traces = state.traces
+        more, advanced = past_gradient(compiled.plan, chosen, parameters, traces, present, start, credit)
+        # Where the past alone is not finite, the traces themselves are broken: they start anew.
+        fine_past = _all_finite([more])
+        keep = fine & fine_past
+        new = [
+            jnp.where(keep, _frozen_to_zero(i, g + m.astype(g.dtype)), jnp.zeros_like(g)).astype(p.dtype)
+            for i, (g, m, p) in enumerate(zip(gradients, more, parameters, strict=True))
+        ]
+        kept = {
+            name: jnp.where(keep, advanced[name], jnp.where(fine_past | ~fine, trace, _cleared(name, trace)))
+            for name, trace in traces.items()
+        }
+        skipped = state.skipped + jnp.where(keep, 0, 1).astype(jnp.int32)
+        return compiled.as_params(new, updates), OnlineGradState(kept, skipped, state.settings)
+
+    def _frozen_to_zero(i: int, gradient: Array) -> Array:
+        return jnp.zeros_like(gradient) if i in compiled.frozen_leaves else gradient
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def reset_traces(opt_state: Any) -> Any:
+    """The optimizer state with all traces cleared: the past no longer counts.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> from flax import linen as nn
+    >>> import braintrace_flax as braintrace
+    >>> tx = optax.chain(braintrace.online_grad(nn.SimpleCell(4), jnp.zeros((2, 3))), optax.adam(1e-3))
+    >>> opt_state = tx.init(nn.SimpleCell(4).init(jax.random.key(0), jnp.zeros((2, 4)), jnp.zeros((2, 3)))["params"])
+    >>> opt_state = braintrace.reset_traces(opt_state)
+    """
+
+    def clear(node: Any) -> Any:
+        if not isinstance(node, OnlineGradState):
+            return node
+        return node._replace(traces={name: _cleared(name, trace) for name, trace in node.traces.items()})
+
+    found = [node for node in jax.tree.leaves(opt_state, is_leaf=_is_state) if _is_state(node)]
+    if not found:
+        raise ValueError("`reset_traces` found no OnlineGradState: is `online_grad` in this optimizer's chain?")
+    return jax.tree.map(clear, opt_state, is_leaf=_is_state)
+
+
+def settings_of(opt_state: Any) -> Settings:
+    """The rule and the credit of the ``online_grad`` whose state this is; shapes will do."""
+    found = [node for node in jax.tree.leaves(opt_state, is_leaf=_is_state) if _is_state(node)]
+    if len(found) != 1:
+        count = "no" if not found else "more than one"
+        raise ValueError(
+            f"The optimizer has {count} `online_grad` in it. Write `optax.chain(online_grad(model), optax.adam(1e-3))`."
+        )
+    return found[0].settings
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, OnlineGradState)
+
+
+def _compiled(model: Any, example_inputs: tuple[Any, ...]) -> Model:
+    if isinstance(model, Model):
+        if example_inputs:
+            raise ValueError("`online_grad` got a compiled model and example inputs: the inputs belong to `compile`.")
+        return model
+    if not example_inputs:
+        raise ValueError(
+            "`online_grad` got a model that is not compiled. Write `online_grad(braintrace.compile(model, example_input))`, "
+            "or `online_grad(model, example_input)`."
+        )
+    return compile(model, *example_inputs)
+
+
+def _check_call(updates: Any, params: Any, online: Any, credit: Credit) -> None:
+    if params is None:
+        raise ValueError(f"`online_grad` needs the parameters: call {_RIGHT_CALL}.")
+    if online is None:
+        raise ValueError(f"`online_grad` needs the window (`online=`): call {_RIGHT_CALL}.")
+    if not isinstance(online, Window):
+        raise ValueError(f"`online=` is a {type(online).__name__}, not the window: call {_RIGHT_CALL}.")
+    if online.credit != credit:
+        raise ValueError(
+            f'The window was made with credit="{online.credit}" and `online_grad` with credit="{credit}": give both the '
+            "same."
+        )
+    masked = [leaf for leaf in jax.tree.leaves(updates, is_leaf=_is_masked) if _is_masked(leaf)]
+    if masked:
+        raise ValueError(
+            "`online_grad` was given masked gradients: it stands inside `optax.masked` or `optax.partition`, where it "
+            "cannot see all parameters. Put it first: `optax.chain(online_grad(model), optax.masked(...))`; or freeze "
+            "parameters with `compile(..., frozen=[...])`."
+        )
+
+
+def _is_masked(leaf: Any) -> bool:
+    return isinstance(leaf, optax.MaskedNode)
+
+
+def _cleared(name: str, trace: Array) -> Array:
+    """What a trace starts from; random keys and a synthesiser's parameters go on as they are."""
+    return trace if name == "key" or name.startswith("synthesiser.") else jnp.zeros_like(trace)
+
+
+def _all_finite(tree: Any) -> Array:
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    fine = [jnp.isfinite(leaf).all() for leaf in leaves]
+    return jnp.stack(fine).all() if fine else jnp.ones((), bool)

@@ -1,0 +1,267 @@
+"""``train_step``: a loss of one time step becomes one jitted, donated function that trains over windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+
+from braintrace_core.rules import QualityMeter, past_gradient
+
+from .checks import check_mask, check_reset, check_targets, check_time, split_inputs
+from .model import Model
+from .online_grad import settings_of
+from .window import Reduction, as_present, value_and_grad, window_losses
+
+__all__ = ["TrainState", "TrainStep", "buckets", "train_step"]
+
+
+class TrainState(NamedTuple):
+    """All that training carries from call to call; a pytree.
+
+    Attributes:
+      step: how many optimizer updates there were.
+      params, carry: of the model.
+      opt_state: of the optimizer; the traces are in it.
+      key: for what the user draws; the model's own random streams are in its carry.
+      meter: what a quality meter keeps; None without one.
+    """
+
+    step: Array
+    params: Any
+    carry: Any
+    opt_state: Any
+    key: Any
+    meter: Any = None
+
+
+def train_step(
+    model: Any,
+    tx: optax.GradientTransformation,
+    *,
+    window: int | None = None,
+    reduction: Reduction = "mean",
+    meter: QualityMeter | None = None,
+    donate: bool = True,
+) -> Callable[[Callable[..., Any]], TrainStep]:
+    """Decorate the loss of one time step: it becomes a function that trains.
+
+    Main arguments:
+      model: from :func:`compile`; or what ``online_grad`` compiled by itself.
+      tx: an Optax chain with ``online_grad`` in front.
+      window: how many time steps make a window, with one optimizer update each; None for all that a call brings.
+
+    Other arguments:
+      reduction: whether a window's loss is the mean over its steps or their sum.
+      meter: compares gradients with back-propagation every now and then; its readings are among the metrics.
+      donate: whether the state's memory is given to the new state; the old one cannot be used afterwards.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> from flax import linen as nn
+    >>> import braintrace_flax as braintrace
+    >>> model = braintrace.compile(nn.GRUCell(8), jnp.zeros((2, 3)))
+    >>> tx = optax.chain(braintrace.online_grad(model), optax.adam(1e-2))
+    >>> @braintrace.train_step(model, tx, window=5)
+    ... def step(outputs, targets):
+    ...     return jnp.mean((outputs - targets) ** 2)
+    >>> state = step.init(jax.random.key(0))
+    >>> inputs, targets = jnp.ones((20, 2, 3)), jnp.zeros((20, 2, 8))
+    >>> state, metrics = step(state, inputs, targets)
+    >>> int(state.step), metrics["loss"].shape
+    (4, (4,))
+    """
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+        raise ValueError(f"`window` is a number of time steps, at least 1, or None; got {window!r}.")
+    settings = settings_of(jax.eval_shape(tx.init, _placeholder(model)))
+    if isinstance(model, Model) and settings.model is not model:
+        raise ValueError(
+            "`tx` was made for another model: give `train_step` and `online_grad` the same compiled model."
+        )
+
+    def decorate(loss: Callable[..., Any]) -> TrainStep:
+        return TrainStep(settings.model, tx, loss, window, reduction, meter, donate)
+
+    return decorate
+
+
+class TrainStep:
+    """``step(state, inputs, targets, reset=None, mask=None, modulator=None) -> (state, metrics)``.
+
+    Inputs and targets lead with time. ``reset``, bools ``(time, batch)``, starts new sequences: it clears carry and traces
+    of those rows. ``mask``, ``(time,)`` or ``(time, batch)``, leaves steps out of loss and metrics. ``modulator``,
+    ``(time, batch)``, is the third factor of three-factor rules. Metrics are arrays with one entry a window: ``loss``,
+    ``skipped`` (whether the window was not finite and left out), and those that the loss returns.
+
+    Attributes:
+      model, tx, loss: as given.
+      window: steps in a window.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tx: optax.GradientTransformation,
+        loss: Callable[..., Any],
+        window: int | None,
+        reduction: Reduction,
+        meter: QualityMeter | None,
+        donate: bool,
+    ):
+        self.model, self.tx, self.loss, self.window, self.meter = model, tx, loss, window, meter
+        self._update = optax.with_extra_args_support(tx).update
+        settings = settings_of(jax.eval_shape(tx.init, model.params_shape))
+        self._value_and_grad = value_and_grad(model, loss, settings.credit, reduction, settings.rule)
+        self._reduction: Reduction = reduction
+        self.__doc__ = loss.__doc__ or type(self).__doc__
+        self.__name__ = getattr(loss, "__name__", "step")
+        self.jitted = jax.jit(self.run, donate_argnums=(0,) if donate else ())
+
+    def init(self, key: Any, params: Any = None, example: tuple[Any, ...] | None = None) -> TrainState:
+        """The state before training.
+
+        Args:
+          key: for parameters, random carries and dropout.
+          params: parameters to start from; None for the model's own.
+          example: with a quality meter, ``(inputs, targets)`` like those of a call (and ``reset``, ``mask``, if calls have
+            them); arrays or shapes.
+        """
+        for_params, for_carry, rest = jax.random.split(key, 3)
+        params = self.model.init(for_params) if params is None else jax.tree.map(jnp.array, params)
+        carry = self.model.initial_carry(for_carry)
+        meter = None if self.meter is None else self.meter.init(self._meter_shapes(carry, example))
+        return TrainState(jnp.zeros((), jnp.int32), params, carry, self.tx.init(params), rest, meter)
+
+    def __call__(
+        self,
+        state: TrainState,
+        inputs: Any,
+        targets: Any = None,
+        reset: Any = None,
+        mask: Any = None,
+        modulator: Any = None,
+    ) -> tuple[TrainState, dict[str, Array]]:
+        """Train over the time steps of ``inputs``."""
+        return self.jitted(state, inputs, targets, reset, mask, modulator)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """The jitted step lowered for arguments like these (arrays or shapes)."""
+        return self.jitted.lower(*args, **kwargs)
+
+    def run(
+        self,
+        state: TrainState,
+        inputs: Any,
+        targets: Any = None,
+        reset: Any = None,
+        mask: Any = None,
+        modulator: Any = None,
+    ) -> tuple[TrainState, dict[str, Array]]:
+        """The same as calling it, without ``jit``: to be used inside a function of one's own."""
+        if not isinstance(state, TrainState):
+            raise TypeError(
+                f"The first argument is the train state, got a {type(state).__name__}: `state = step.init(key)`, then "
+                "`state, metrics = step(state, inputs, targets)`."
+            )
+        steps = check_time(self.model, inputs)
+        check_targets(targets, steps)
+        check_reset(self.model, reset, steps)
+        check_mask(self.model, mask, steps)
+        length = min(self.window or steps, steps)
+        whole = steps // length * length
+        over = (inputs, targets, reset, mask, modulator)
+        first = jax.tree.map(lambda a: a[:whole].reshape(-1, length, *a.shape[1:]), over)
+        if whole == length:
+            state, metrics = self._one_window(state, jax.tree.map(lambda a: a[0], first))
+            metrics = jax.tree.map(lambda m: m[None], metrics)
+        else:
+            state, metrics = lax.scan(self._one_window, state, first)
+        if whole < steps:
+            state, last = self._one_window(state, jax.tree.map(lambda a: a[whole:], over))
+            metrics = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), metrics, last)
+        return state, metrics
+
+    def _one_window(self, state: TrainState, over: Any) -> tuple[TrainState, dict[str, Array]]:
+        inputs, targets, reset, mask, modulator = over
+        (value, carry), grads, window = self._value_and_grad(
+            state.params, state.carry, inputs, targets, reset, mask, modulator
+        )
+        before = optax.tree.get(state.opt_state, "skipped")
+        updates, opt_state = self._update(grads, state.opt_state, state.params, online=window)
+        params = optax.apply_updates(state.params, updates)
+        skipped = optax.tree.get(opt_state, "skipped") != before
+        carry = jax.tree.map(lambda new, old: jnp.where(skipped, old, new), carry, state.carry)
+        value, more = value if isinstance(value, tuple) else (value, {})
+        metrics = {"loss": value, "skipped": skipped, **(more if isinstance(more, dict) else {"metrics": more})}
+        meter = state.meter
+        if self.meter is not None:
+            meter, quality = self._read_meter(state, over, grads, window)
+            metrics.update(quality)
+        return TrainState(state.step + 1, params, carry, opt_state, state.key, meter), metrics
+
+    def _meter_shapes(self, carry: Any, example: tuple[Any, ...] | None) -> Any:
+        if self.window is None or example is None:
+            raise ValueError(
+                "A quality meter needs a fixed `window`, and an example of a call to know its shapes: "
+                "`step.init(key, example=(inputs, targets))`."
+            )
+        inputs, targets, reset, mask = (*example, None, None)[:4]
+        length = self.window
+        one = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct((length, *a.shape[1:]), a.dtype), (inputs, targets, reset, mask)
+        )
+        return jax.eval_shape(self._meter_item, carry, *one)
+
+    def _meter_item(self, carry: Any, inputs: Any, targets: Any, reset: Any, mask: Any) -> Any:
+        model = self.model
+        leaves = model.input_leaves(split_inputs(model, inputs))
+        return model.state_leaves(carry), leaves, (targets, mask), model.reset_mask(reset)
+
+    def _read_meter(self, state: TrainState, over: Any, grads: Any, window: Any) -> tuple[Any, dict[str, Array]]:
+        assert self.meter is not None
+        inputs, targets, reset, mask, _ = over
+        model, settings = self.model, settings_of(state.opt_state)
+        ring = self.meter.record(state.meter, self._meter_item(state.carry, inputs, targets, reset, mask))
+        parameters = model.param_leaves(state.params)
+        start = None if reset is None else model.initial_leaves()
+
+        def online() -> list[Array]:
+            traces = optax.tree.get(state.opt_state, "OnlineGradState").traces
+            more, _ = past_gradient(
+                model.plan, settings.rule, parameters, traces, as_present(model, window), start, settings.credit
+            )
+            return [g + m for g, m in zip(jax.tree.leaves(grads), more, strict=True)]
+
+        def loss(result: Any, wanted: Any) -> Array:
+            outputs = model.as_outputs(result.outputs)
+            return window_losses(model, self.loss, outputs, *wanted, self._reduction)[0]
+
+        quality = self.meter.measure(ring, model.plan, loss, parameters, online, start)
+        return ring, {"gradient_cosine": quality.cosine, "gradient_norm_ratio": quality.norm_ratio}
+
+
+def buckets(length: int, largest: int = 64) -> list[int]:
+    """Lengths, powers of two, that add up to ``length``: a stream in ragged pieces then compiles only a few of them.
+
+    >>> buckets(13)
+    [8, 4, 1]
+    >>> buckets(150)
+    [64, 64, 16, 4, 2]
+    """
+    if length < 0 or largest < 1:
+        raise ValueError(f"`buckets` needs length >= 0 and largest >= 1, got {length} and {largest}.")
+    pieces, size = [], 1 << (largest.bit_length() - 1)
+    while length:
+        if size <= length:
+            pieces.append(size)
+            length -= size
+        else:
+            size //= 2
+    return pieces
+
+
+def _placeholder(model: Any) -> Any:
+    return model.params_shape if isinstance(model, Model) else {}
