@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 __all__ = [
     "check_credit",
@@ -77,10 +78,12 @@ def check_time(model: Any, inputs: Any) -> int:
         )
     given = split_inputs(model, inputs)
     found, wanted = jax.tree.leaves(given), jax.tree.leaves(expected)
-    if jax.tree.structure(given) != jax.tree.structure(expected):
+    tree: Any = jax.tree.structure(given)
+    wanted_tree: Any = jax.tree.structure(expected)
+    if tree != wanted_tree:
         raise ValueError(
-            f"`inputs` has the structure {jax.tree.structure(given)}; the model was compiled for "
-            f"{jax.tree.structure(expected)}, each leaf with time as its first axis."
+            f"`inputs` has the structure {tree}; the model was compiled for {wanted_tree}, each leaf with time as its "
+            "first axis."
         )
     for name, leaf, shape in zip(leaf_paths(given), found, wanted, strict=True):
         where = "`inputs`" if len(wanted) == 1 else f"`inputs` at {name}"
@@ -89,15 +92,15 @@ def check_time(model: Any, inputs: Any) -> int:
             raise ValueError(f"{where} is a {type(leaf).__name__}, expected an array ({like}).")
         if tuple(leaf.shape) == tuple(shape.shape):
             raise ValueError(
-                f"{where} has shape {tuple(leaf.shape)}: the time axis is missing. Expected ({like}); for a single step "
+                f"{where} has shape {tuple(leaf.shape)}: the time axis is missing. Expected ({like}); for one step "
                 "write `inputs[None]`."
             )
         if tuple(leaf.shape[1:]) != tuple(shape.shape):
             hint = ""
             if leaf.ndim == len(shape.shape) + 1 and model.batch_size is not None and leaf.shape[1] != model.batch_size:
                 hint = (
-                    f" The batch has {leaf.shape[1]} examples, the model was compiled for {model.batch_size}: compile for "
-                    "the new size, or pad the batch and mask what is not there."
+                    f" The batch has {leaf.shape[1]} examples, the model was compiled for {model.batch_size}: compile "
+                    "for the new size, or pad the batch and mask what is not there."
                 )
             raise ValueError(f"{where} has shape {tuple(leaf.shape)}, expected ({like}).{hint}")
         if leaf.dtype != shape.dtype:
@@ -117,8 +120,8 @@ def check_targets(targets: Any, steps: int) -> None:
             where = "`targets`" if name == "." else f"`targets` at {name}"
             raise ValueError(
                 f"{where} has shape {getattr(leaf, 'shape', type(leaf).__name__)}; its first axis must be time, "
-                f"{steps} steps as in `inputs`. A target of the whole sequence: repeat it over time, and mask the steps "
-                "before the last."
+                f"{steps} steps as in `inputs`. A target of the whole sequence: repeat it over time, and mask the "
+                "steps before the last."
             )
 
 
@@ -127,15 +130,15 @@ def check_reset(model: Any, reset: Any, steps: int) -> None:
     if reset is None:
         return
     expected = (steps,) if model.batch_size is None else (steps, model.batch_size)
-    if tuple(getattr(reset, "shape", ())) != expected or getattr(reset, "dtype", None) != bool:
+    if tuple(getattr(reset, "shape", ())) != expected or reset.dtype != jnp.bool_:
         raise ValueError(
-            f"`reset` has shape {getattr(reset, 'shape', None)} and dtype {getattr(reset, 'dtype', None)}; expected bools "
-            f"of shape {expected}: one for each step{'' if model.batch_size is None else ' and example'}."
+            f"`reset` has shape {getattr(reset, 'shape', None)} and dtype {getattr(reset, 'dtype', None)}; expected "
+            f"bools of shape {expected}: one for each step{'' if model.batch_size is None else ' and example'}."
         )
     if model.is_batched:
         raise ValueError(
-            "The examples of this model are coupled (batch statistics, or a step that is written for the whole batch), so "
-            "single rows cannot be reset. Start a new sequence for the whole batch with `reset_traces` and "
+            "The examples of this model are coupled (batch statistics, or a step that is written for the whole batch), "
+            "so single rows cannot be reset. Start a new sequence for the whole batch with `reset_traces` and "
             "`model.initial_carry()`."
         )
 
@@ -147,8 +150,8 @@ def check_mask(model: Any, mask: Any, steps: int) -> None:
     shapes = [(steps,)] if model.batch_size is None else [(steps,), (steps, model.batch_size)]
     if tuple(getattr(mask, "shape", ())) not in shapes:
         raise ValueError(
-            f"`mask` has shape {getattr(mask, 'shape', None)}; expected {' or '.join(map(str, shapes))}: one entry for each "
-            "step, or for each step and example."
+            f"`mask` has shape {getattr(mask, 'shape', None)}; expected {' or '.join(map(str, shapes))}: one entry "
+            "for each step, or for each step and example."
         )
 
 

@@ -177,8 +177,8 @@ def _compiled(model: Any, example_inputs: tuple[Any, ...]) -> Model:
         return model
     if not example_inputs:
         raise ValueError(
-            "`online_grad` got a model that is not compiled. Write `online_grad(braintrace.compile(model, example_input))`, "
-            "or `online_grad(model, example_input)`."
+            "`online_grad` got a model that is not compiled. Write `online_grad(compile(model, example_input))`, or "
+            "`online_grad(model, example_input)`."
         )
     return compile(model, *example_inputs)
 
@@ -192,8 +192,8 @@ def _check_call(updates: Any, params: Any, online: Any, credit: Credit) -> None:
         raise ValueError(f"`online=` is a {type(online).__name__}, not the window: call {_RIGHT_CALL}.")
     if online.credit != credit:
         raise ValueError(
-            f'The window was made with credit="{online.credit}" and `online_grad` with credit="{credit}": give both the '
-            "same."
+            f'The window was made with credit="{online.credit}" and `online_grad` with credit="{credit}": give both '
+            "the same."
         )
     masked = [leaf for leaf in jax.tree.leaves(updates, is_leaf=_is_masked) if _is_masked(leaf)]
     if masked:

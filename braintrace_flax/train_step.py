@@ -91,9 +91,9 @@ def train_step(
 class TrainStep:
     """``step(state, inputs, targets, reset=None, mask=None, modulator=None) -> (state, metrics)``.
 
-    Inputs and targets lead with time. ``reset``, bools ``(time, batch)``, starts new sequences: it clears carry and traces
-    of those rows. ``mask``, ``(time,)`` or ``(time, batch)``, leaves steps out of loss and metrics. ``modulator``,
-    ``(time, batch)``, is the third factor of three-factor rules. Metrics are arrays with one entry a window: ``loss``,
+    Inputs and targets lead with time. ``reset``, bools ``(time, batch)``, starts new sequences: it clears carry and
+    traces of those rows. ``mask``, ``(time,)`` or ``(time, batch)``, leaves steps out of loss and metrics.
+    ``modulator``, ``(time, batch)``, is the third factor of three-factor rules. Metrics are arrays with one entry a window: ``loss``,
     ``skipped`` (whether the window was not finite and left out), and those that the loss returns.
 
     Attributes:
@@ -126,8 +126,8 @@ class TrainStep:
         Args:
           key: for parameters, random carries and dropout.
           params: parameters to start from; None for the model's own.
-          example: with a quality meter, ``(inputs, targets)`` like those of a call (and ``reset``, ``mask``, if calls have
-            them); arrays or shapes.
+          example: with a quality meter, ``(inputs, targets)`` like those of a call (and ``reset``, ``mask``, if calls
+            have them); arrays or shapes.
         """
         for_params, for_carry, rest = jax.random.split(key, 3)
         params = self.model.init(for_params) if params is None else jax.tree.map(jnp.array, params)
@@ -237,7 +237,7 @@ class TrainStep:
 
         def loss(result: Any, wanted: Any) -> Array:
             outputs = model.as_outputs(result.outputs)
-            return window_losses(model, self.loss, outputs, *wanted, self._reduction)[0]
+            return window_losses(self.loss, outputs, wanted[0], wanted[1], self._reduction)[0]
 
         quality = self.meter.measure(ring, model.plan, loss, parameters, online, start)
         return ring, {"gradient_cosine": quality.cosine, "gradient_norm_ratio": quality.norm_ratio}

@@ -68,9 +68,9 @@ def value_and_grad(
 
     Returns:
       ``f(params, carry, inputs, targets, reset=None, mask=None, modulator=None) -> ((loss, carry), grads, window)``.
-      Inputs and targets lead with time. ``reset``, bools ``(time, batch)``, starts new sequences. ``mask``, ``(time,)`` or
-      ``(time, batch)``, leaves steps out of loss and metrics. ``modulator``, ``(time, batch)``, takes the place of the
-      loss's signal (three-factor learning; step credit only). If the loss has metrics, ``(loss, metrics)`` stands where
+      Inputs and targets lead with time. ``reset``, bools ``(time, batch)``, starts new sequences. ``mask``, ``(time,)``
+      or ``(time, batch)``, leaves steps out of loss and metrics. ``modulator``, ``(time, batch)``, takes the place of
+      the loss's signal (three-factor learning; step credit only). If the loss has metrics, ``(loss, metrics)`` stands where
       ``loss`` does.
 
     >>> import jax, jax.numpy as jnp, optax
@@ -109,7 +109,7 @@ def value_and_grad(
             raise ValueError('A `modulator` acts on each step: use `credit="step"`, here and in `online_grad`.')
 
         def of_window(window: Any) -> tuple[Array, Any]:
-            value, metrics = window_losses(model, loss, model.as_outputs(window.outputs), targets, mask, reduction)
+            value, metrics = window_losses(loss, model.as_outputs(window.outputs), targets, mask, reduction)
             return value, metrics
 
         where = (parameters, states, model.input_leaves(split_inputs(model, inputs)), model.reset_mask(reset))
@@ -146,7 +146,7 @@ def as_window(
 def as_present(model: Model, window: Window) -> PresentGradient:
     """The way back: a window as the rules see it."""
     before = model.state_leaves(window.carry)
-    after = None if window.next_carry is None else model.state_leaves(window.next_carry)
+    after = [] if window.next_carry is None else model.state_leaves(window.next_carry)
     signal: Any = window.signals
     if window.credit == "window":
         found = jax.tree.leaves(window.carry_grad, is_leaf=lambda leaf: leaf is None)
@@ -159,7 +159,7 @@ def as_present(model: Model, window: Window) -> PresentGradient:
 
 
 def window_losses(
-    model: Model, loss: Callable[..., Any], outputs: Any, targets: Any, mask: Any, reduction: Reduction
+    loss: Callable[..., Any], outputs: Any, targets: Any, mask: Any, reduction: Reduction
 ) -> tuple[Array, Any]:
     """The loss of a window from that of its steps, and the mean of their metrics; None without metrics."""
 

@@ -43,8 +43,7 @@ def adapt_linen(module: nn.Module, inputs: Any, params: Any, carry: Any) -> Step
         initial: dict[Any, Any] = {}
 
         def run(scope: Scope) -> None:
-            scope.__class__ = _Recording
-            scope.initial = initial
+            _record(scope, initial)
             module.clone(parent=scope, _deep_clone=True)(*arguments)
 
         _, variables = init(run, mutable=nn.DenyList("intermediates"))({"params": keys[0], "dropout": keys[1]})
@@ -114,8 +113,7 @@ class _Recording(Scope):
 
     def push(self, *args: Any, **kwargs: Any) -> Scope:
         child = super().push(*args, **kwargs)
-        child.__class__ = _Recording
-        child.initial = self.initial
+        _record(child, self.initial)
         return child
 
     def variable(self, col: str, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -124,6 +122,11 @@ class _Recording(Scope):
         if is_new:
             self.initial[(col, *self.path, name)] = self.get_variable(col, name)
         return result
+
+
+def _record(scope: Any, initial: dict[Any, Any]) -> None:
+    scope.__class__ = _Recording
+    scope.initial = initial
 
 
 def _before_any_step(variables: Any, initial: dict[Any, Any]) -> Any:

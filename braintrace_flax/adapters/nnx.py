@@ -37,7 +37,7 @@ def adapt_nnx(module: nnx.Module, inputs: Any, params: Any, carry: Any) -> Step:
     without it, hidden state is what the module keeps in :class:`Hidden` variables. Other variables (batch statistics,
     random number streams) are carried along.
     """
-    graph, own, memory, others = nnx.split(module, nnx.Param, Hidden, ...)
+    graph, (own, memory, others) = _split(module)
     has_hidden = bool(jax.tree.leaves(memory))
     has_carry = carry is not None or (hasattr(module, "initialize_carry") and not has_hidden)
     if params is not None:
@@ -52,7 +52,8 @@ def adapt_nnx(module: nnx.Module, inputs: Any, params: Any, carry: Any) -> Step:
     def first_carry() -> Any:
         if carry is not None:
             return jax.tree.map(jnp.array, carry)
-        return module.initialize_carry(jax.tree.leaves(inputs)[0].shape, nnx.Rngs(0)) if has_carry else None
+        cell: Any = module
+        return cell.initialize_carry(jax.tree.leaves(inputs)[0].shape, nnx.Rngs(0)) if has_carry else None
 
     def run(params: Any, carry: Any, *values: Any) -> tuple[Any, Any]:
         given = parts.split(carry)
@@ -60,7 +61,7 @@ def adapt_nnx(module: nnx.Module, inputs: Any, params: Any, carry: Any) -> Step:
         copy = nnx.merge(graph, params, remembered, rest, copy=True)
         out = copy(given["carry"], *values) if has_carry else copy(*values)
         first, out = out if has_carry else (None, out)
-        _, _, remembered, rest = nnx.split(copy, nnx.Param, Hidden, ...)
+        _, (_, remembered, rest) = _split(copy)
         return parts.join({"carry": first, "hidden": remembered, "state": rest}), out
 
     def initial_carry(key: Any) -> Any:
@@ -79,6 +80,12 @@ def adapt_nnx(module: nnx.Module, inputs: Any, params: Any, carry: Any) -> Step:
         random=bool(jax.tree.leaves(nnx.filter_state(others, nnx.RngState))) if "state" in names else False,
         names=f"NNX module {type(module).__name__}",
     )
+
+
+def _split(module: nnx.Module) -> tuple[Any, Any]:
+    """The module's structure, and its parameters, its hidden state and the rest."""
+    graph, *states = nnx.split(module, nnx.Param, Hidden, ...)
+    return graph, states
 
 
 def _copy(state: Any) -> Any:
