@@ -237,6 +237,11 @@ def bptt(case: Case, carry: Any, inputs: Any, reset: Any = None) -> Any:
     return hurried(jax.grad(total))(case.params)
 
 
+def fresh(rule: Any, plan: RulePlan, dtype: Any = None) -> Any:
+    """Traces before the first step, made in one go."""
+    return hurried(lambda: rule.init(plan, BATCH, dtype))()
+
+
 def online(
     case: Case,
     rule: Any,
@@ -260,7 +265,7 @@ def online(
             plan, rule, lambda w: (loss_of(w.outputs), None), leaves, states, traces, [x], reset, initial, **options
         )
 
-    states, traces = jax.tree.leaves(carry), rule.init(plan, BATCH, trace_dtype)
+    states, traces = jax.tree.leaves(carry), fresh(rule, plan, trace_dtype)
     total = [jnp.zeros_like(leaf) for leaf in leaves]
     for start in range(0, inputs.shape[0], window):
         now = slice(start, start + window)
