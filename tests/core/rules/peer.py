@@ -25,6 +25,7 @@ LENGTH, ROWS = 3, 5  # of a convolution's input; of an embedding's table
 # Compiling takes most of the time.
 QUICK = {
     "xla_backend_optimization_level": 0,
+    "xla_cpu_parallel_codegen_split_count": 1,
     "xla_cpu_use_fusion_emitters": False,
     "xla_llvm_disable_expensive_passes": True,
 }
@@ -36,7 +37,7 @@ class Stack(brainstate.nn.Module):
     def __init__(self, library, cells, width=UNITS):
         super().__init__()
         self.cells = cells
-        self.out = library.Linear(width, OUTPUTS)
+        self.out = library.Linear(width, OUTPUTS, w_init=np.zeros((width, OUTPUTS)))
 
     def update(self, x):
         for cell in self.cells:
@@ -65,7 +66,7 @@ class Spiking(brainstate.nn.Module):
 
     def __init__(self, library, neuron, synapse=None):
         super().__init__()
-        self.W = library.Linear(INPUTS + UNITS, UNITS)
+        self.W = library.Linear(INPUTS + UNITS, UNITS, w_init=np.zeros((INPUTS + UNITS, UNITS)))
         self.neuron, self.synapse = neuron, synapse
 
     def update(self, x):
@@ -73,16 +74,20 @@ class Spiking(brainstate.nn.Module):
         return self.neuron(delta=s) if self.synapse is None else self.neuron(self.synapse(s))
 
 
+def cell(library, name, inputs=INPUTS, **options):
+    """A cell of a library, its weights yet to be drawn."""
+    return getattr(library, name)(inputs, UNITS, w_init=np.zeros((inputs + UNITS, UNITS)), **options)
+
+
 MODELS = {
-    "vanilla": lambda lib: Stack(lib, [lib.ValinaRNNCell(INPUTS, UNITS, activation=jnp.tanh)]),
-    "GRU": lambda lib: Stack(lib, [lib.GRUCell(INPUTS, UNITS)]),
-    "LSTM": lambda lib: Stack(lib, [lib.LSTMCell(INPUTS, UNITS)]),
-    "MGU": lambda lib: Stack(lib, [lib.MGUCell(INPUTS, UNITS)]),
+    "vanilla": lambda lib: Stack(lib, [cell(lib, "ValinaRNNCell", activation=jnp.tanh)]),
+    "GRU": lambda lib: Stack(lib, [cell(lib, "GRUCell")]),
+    "LSTM": lambda lib: Stack(lib, [cell(lib, "LSTMCell")]),
     "LIF": lambda lib: Stack(lib, [Spiking(lib, nn.LIF(UNITS, tau=5.0))]),
     "ALIF": lambda lib: Stack(lib, [Spiking(lib, nn.ALIF(UNITS, tau=5.0, tau_a=8.0, beta=0.5))]),
     "CUBA": lambda lib: Stack(lib, [Spiking(lib, nn.LIF(UNITS, tau=TAU), nn.Expon(UNITS, tau=TAU))]),
     "LRU": lambda lib: Stack(lib, [lib.LRUCell(INPUTS, UNITS)], INPUTS),
-    "stack": lambda lib: Stack(lib, [lib.GRUCell(INPUTS, UNITS), lib.GRUCell(UNITS, UNITS)]),
+    "two MGUs": lambda lib: Stack(lib, [cell(lib, "MGUCell"), cell(lib, "MGUCell", UNITS)]),
     "LoRA": lambda lib: Stack(lib, [Leaky(lib.LoRA(INPUTS + UNITS, 2, UNITS), (UNITS,))]),
     "conv": lambda lib: Stack(
         lib, [Leaky(lib.Conv1d((LENGTH, INPUTS + 2), 2, 3, b_init=None), (LENGTH, 2))], LENGTH * 2
@@ -97,11 +102,11 @@ READERS = {"LSTM": ("c", "h"), "CUBA": ("g", "V")}  # a state, and the one that 
 def data(model):
     """Inputs and targets, ``(time, batch, ...)``."""
     rng = np.random.default_rng(1)
-    targets = jnp.asarray(rng.normal(size=(STEPS, BATCH, OUTPUTS)))
+    targets = rng.normal(size=(STEPS, BATCH, OUTPUTS))
     if model == "embedding":
-        return jnp.asarray(rng.integers(ROWS, size=(STEPS, BATCH))), targets
+        return rng.integers(ROWS, size=(STEPS, BATCH)), targets
     lead = (STEPS, BATCH, LENGTH) if model == "conv" else (STEPS, BATCH)
-    return jnp.asarray(rng.normal(size=(*lead, INPUTS)) * (2.0 if model in SPIKING else 1.0)), targets
+    return rng.normal(size=(*lead, INPUTS)) * (2.0 if model in SPIKING else 1.0), targets
 
 
 def parameters(module, of=lambda state: state):
@@ -113,7 +118,7 @@ def parameters(module, of=lambda state: state):
 def values(model):
     """Random parameters by path, as either library's model has them."""
     rng = np.random.default_rng(0)
-    draw = lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) * 0.5)  # noqa: E731
+    draw = lambda leaf: jnp.asarray(0.5 * rng.normal(size=leaf.shape))  # noqa: E731
     return jax.tree.map(draw, parameters(MODELS[model](nn), lambda state: state.value))
 
 
@@ -155,7 +160,7 @@ class Theirs:
             state.value = value
         run = functools.partial(self.learner.etrace_grad, step_fn=loss, reduction="sum", chunk_size=window)
         found = brainstate.transform.jit(run, compiler_options=QUICK)(*sequences)
-        return {tuple(map(str, path)): value for path, value in found.items()}
+        return {tuple(map(str, path)): jax.tree.map(np.asarray, value) for path, value in found.items()}
 
 
 @functools.cache
@@ -165,6 +170,12 @@ def compiled(model):
     brainstate.nn.init_all_states(module)
     graph = compile_etrace_graph(module, data(model)[0][0, 0])
     return RulePlan.of(graph), {path: values(model)[path] for path in graph.module_info.weight_path_to_invars}
+
+
+@functools.cache
+def ours(model, rule, window, credit="window"):
+    """A model and a rule of ours, run once however often asked for."""
+    return Ours(model, rule, window, credit)
 
 
 class Ours:
@@ -188,7 +199,7 @@ class Ours:
         self.step = step
         self.windows, self.traces = [], []
         sequences = (*data(model), modulator)
-        states = [jnp.zeros((BATCH, *v.aval.shape), v.aval.dtype) for v in self.plan.program.state_invars]
+        states = [np.zeros((BATCH, *v.aval.shape), v.aval.dtype) for v in self.plan.program.state_invars]
         traces = rule.init(self.plan, BATCH)
         for start in range(0, STEPS, window):
             now = jax.tree.map(lambda each, start=start: each[start : start + window], sequences)
@@ -204,7 +215,7 @@ class Ours:
     def total(self, windows):
         """The same over pairs of a window's index and traces."""
         found = [self.step(self.windows[i][0], traces, *self.windows[i][1]).gradients for i, traces in windows]
-        sums = [sum(each) for each in zip(*found, strict=True)]
+        sums = [sum(map(np.asarray, each)) for each in zip(*found, strict=True)]
         return dict(zip(self.parameters, jax.tree.unflatten(self.tree, sums), strict=True))
 
 

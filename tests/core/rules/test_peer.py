@@ -46,7 +46,6 @@ RULES = {
     "ostl": Pair("ostl_recurrent", {}, OSTL(recurrent=True)),
     "ostl_feedforward": Pair("ostl_feedforward", {"decay_or_rank": 0.0}, OSTL(recurrent=False)),
 }
-CASES = [(model, rule) for model in peer.MODELS for rule in RULES if model != "MGU" or rule == "d_rtrl"]
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +60,9 @@ def compare(ours, theirs, tolerance=1e-10):
     assert set(ours) == set(theirs)
     for path, value in ours.items():
         for got, want in zip(jax.tree.leaves(value), jax.tree.leaves(theirs[path]), strict=True):
-            scale = float(jnp.abs(want).max())
+            scale = np.abs(want).max()
             assert scale > 0, f"nothing to compare at {path}"
-            assert float(jnp.abs(got - want).max()) / scale < tolerance, path
+            assert np.abs(got - want).max() / scale < tolerance, path
 
 
 def split(gradients):
@@ -72,7 +71,8 @@ def split(gradients):
     return {p: v for p, v in gradients.items() if p not in without}, {p: gradients[p] for p in without}
 
 
-@pytest.mark.parametrize(("model", "name"), CASES)
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("model", peer.MODELS)
 def test_gradients_are_the_peers(model, name):
     pair = RULES[name]
     theirs = peer.Theirs(model, pair.algorithm, multi_step=True, **pair.options)
@@ -91,20 +91,20 @@ def test_gradients_are_the_peers(model, name):
 def with_windows(model, name, window):
     """Our gradients with window credit and, of what is known to be wrong with the peer's, the same wrong."""
     if name == "e_prop" and window > 1:
-        ours = peer.Ours(model, DRTRL(), window)
+        ours = peer.ours(model, DRTRL(), window)
         return filtered(ours, lambda i: [(KAPPA ** (i - j), ours.traces[j]) for j in range(1, i + 1)])
-    ours = peer.Ours(model, RULES[name].rule, window)
+    ours = peer.ours(model, RULES[name].rule, window)
     if name != "pp_prop":
         return ours.gradients()
     for i, traces in enumerate(ours.traces):
         assert (traces["steps"] == i * window).all()
-    return ours.gradients([t | {"steps": jnp.full_like(t["steps"], i + 1)} for i, t in enumerate(ours.traces)])
+    return ours.gradients([t | {"steps": 0 * t["steps"] + i + 1} for i, t in enumerate(ours.traces)])
 
 
 def with_steps(model, rule):
     """The same with step credit."""
     if model not in peer.READERS:
-        return peer.Ours(model, rule, WINDOW, "step").gradients()
+        return peer.ours(model, rule, WINDOW, "step").gradients()
     return peer.Ours(model, peer.CountedTwice(model, rule), peer.STEPS, "step").gradients()
 
 
@@ -119,10 +119,10 @@ def filtered(ours, parts):
     return total
 
 
-@pytest.mark.parametrize("model", [model for model in peer.MODELS if model != "MGU"])
+@pytest.mark.parametrize("model", peer.MODELS)
 def test_modulated_gradients_are_the_peers(model):
     shape = peer.compiled(model)[0].groups[0].varshape
-    modulator = jnp.asarray(np.random.default_rng(2).normal(size=(peer.STEPS, peer.BATCH, *shape)))
+    modulator = np.random.default_rng(2).normal(size=(peer.STEPS, peer.BATCH, *shape))
     expected, nothing = split(peer.Theirs(model, "three_factor", multi_step=False).gradients(modulator=modulator))
     found, others = split(peer.Ours(model, ThreeFactor(), WINDOW, "step", modulator).gradients())
     compare(found, expected)
@@ -133,18 +133,18 @@ def test_modulated_gradients_are_the_peers(model):
 @pytest.mark.parametrize("model", peer.READERS)
 def test_what_a_state_does_within_the_step_counts_once(model):
     """With operators blind to the states' past, back-propagation is what step credit computes."""
-    found = peer.Ours(model, DRTRL(), WINDOW, "step").gradients()
+    found = peer.ours(model, DRTRL(), WINDOW, "step").gradients()
     compare(found, peer.bptt_of_blind_operators(model))
 
 
 @pytest.mark.parametrize("model", ["GRU", "CUBA"])
 def test_the_filter_of_e_prop_counts_steps(model):
-    each = peer.Ours(model, DRTRL(), 1).traces
+    each = peer.ours(model, DRTRL(), 1).traces
     expected = filtered(
-        peer.Ours(model, DRTRL(), WINDOW),
+        peer.ours(model, DRTRL(), WINDOW),
         lambda i: [(KAPPA ** (WINDOW * i - t), each[t]) for t in range(1, WINDOW * i + 1)],
     )
-    compare(peer.Ours(model, EProp(KAPPA), WINDOW).gradients(), expected)
+    compare(peer.ours(model, EProp(KAPPA), WINDOW).gradients(), expected)
 
 
 @pytest.mark.parametrize("model", peer.SPIKING)
