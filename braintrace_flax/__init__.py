@@ -7,7 +7,9 @@ from .adapters import Hidden
 from .model import Model, compile
 from .online_grad import OnlineGradState, online_grad, reset_traces
 from .quality import check_against_bptt
-from .train_step import TrainState, TrainStep, buckets, train_step
+from .sharding import data_sharding, shardings
+from .state import TrainState
+from .train_step import TrainStep, buckets, train_step
 from .window import Window, value_and_grad
 
 __all__ = [
@@ -20,8 +22,10 @@ __all__ = [
     "buckets",
     "check_against_bptt",
     "compile",
+    "data_sharding",
     "online_grad",
     "reset_traces",
+    "shardings",
     "train_step",
     "value_and_grad",
 ]

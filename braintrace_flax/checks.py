@@ -9,9 +9,12 @@ import jax
 import jax.numpy as jnp
 
 __all__ = [
+    "check_compiled",
     "check_credit",
     "check_mask",
+    "check_modulator",
     "check_reset",
+    "check_state",
     "check_targets",
     "check_time",
     "check_tree",
@@ -152,6 +155,41 @@ def check_mask(model: Any, mask: Any, steps: int) -> None:
         raise ValueError(
             f"`mask` has shape {getattr(mask, 'shape', None)}; expected {' or '.join(map(str, shapes))}: one entry "
             "for each step, or for each step and example."
+        )
+
+
+def check_modulator(model: Any, modulator: Any, steps: int, credit: str) -> None:
+    """Raise unless ``modulator`` has an entry for each step and example, and step credit to act on."""
+    if modulator is None:
+        return
+    if credit != "step":
+        raise ValueError('A `modulator` acts on each step: use `credit="step"`, here and in `online_grad`.')
+    expected = (steps,) if model.batch_size is None else (steps, model.batch_size)
+    if tuple(getattr(modulator, "shape", ())) != expected:
+        raise ValueError(
+            f"`modulator` has shape {getattr(modulator, 'shape', None)}; expected {expected}: one number for each "
+            f"step{'' if model.batch_size is None else ' and example'}."
+        )
+
+
+def check_state(opt_state: Any, expected: Any) -> None:
+    """Raise unless ``opt_state`` is such as the optimizer makes; ``expected`` are shapes."""
+    same = jax.tree.structure(opt_state) == jax.tree.structure(expected)
+    pairs = zip(jax.tree.leaves(opt_state), jax.tree.leaves(expected), strict=True) if same else ()
+    if not same or any(_difference(leaf, shape) for leaf, shape in pairs):
+        raise ValueError(
+            "`state.opt_state` is of another optimizer or another model: start from this step's own, "
+            "`state = step.init(key)`, or `step.init(key, params=state.params)` to keep the parameters."
+        )
+
+
+def check_compiled(model: Any, where: str) -> None:
+    """Raise unless ``model`` is compiled."""
+    if not hasattr(model, "inputs_shape"):
+        name = model.__name__ if isinstance(model, type) else type(model).__name__
+        raise TypeError(
+            f"`{where}` got a {name} that is not compiled: write `model = braintrace.compile({name}(...), "
+            "example_input)` first, and pass that `model` everywhere."
         )
 
 

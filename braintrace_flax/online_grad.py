@@ -9,15 +9,25 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from braintrace_core.rules import Rule, Traces, get_rule, past_gradient
+from braintrace_core.rules import EProp, Rule, Traces, get_rule, past_gradient
 
 from .checks import check_credit
 from .model import Model, compile
 from .window import Credit, Window, as_present
 
-__all__ = ["OnlineGradState", "online_grad", "reset_traces", "settings_of"]
+__all__ = ["OnlineGradState", "is_online_state", "online_grad", "reset_traces", "settings_of", "skipped_of"]
 
 _RIGHT_CALL = "`tx.update(grads, opt_state, params, online=window)`, where `window` comes from `value_and_grad`"
+
+# States of what must not stand around it.
+_NOT_AROUND = {
+    "ApplyIfFiniteState": "apply_if_finite",
+    "ConditionallyTransformState": "conditionally_transform",
+    "ConditionallyMaskState": "conditionally_mask",
+    "MaskedState": "masked",
+    "MultiStepsState": "MultiSteps",
+    "PartitionState": "partition",
+}
 
 
 @jax.tree_util.register_static
@@ -25,11 +35,13 @@ class Settings:
     """How the traces of a state are to be read: a leaf of no size.
 
     Attributes:
-      rule, credit, model: as given to :func:`online_grad`.
+      rule, credit: as given to :func:`online_grad`.
+      model: compiled.
+      given: the model as it was given; the same, if it was compiled.
     """
 
-    def __init__(self, rule: Rule, credit: Credit, model: Model):
-        self.rule, self.credit, self.model = rule, credit, model
+    def __init__(self, rule: Rule, credit: Credit, model: Model, given: Any):
+        self.rule, self.credit, self.model, self.given = rule, credit, model, given
 
     def _key(self) -> Any:
         return self.rule, self.credit, id(self.model)
@@ -58,9 +70,11 @@ class OnlineGradState(NamedTuple):
     settings: Settings
 
     def __repr__(self) -> str:
+        if not isinstance(self.traces, dict) or not all(hasattr(trace, "dtype") for trace in self.traces.values()):
+            return f"OnlineGradState(traces={self.traces}, skipped={self.skipped})"  # of shardings, or the like
         size = sum(trace.size * trace.dtype.itemsize for trace in self.traces.values())
-        names = "\n".join(f"  {name}: {trace.dtype}{list(trace.shape)}" for name, trace in self.traces.items())
-        return f"OnlineGradState({self.settings}, {len(self.traces)} traces, {size / 2**20:.2f} MiB\n{names})"
+        names = "".join(f"\n  {name}: {trace.dtype}{list(trace.shape)}" for name, trace in self.traces.items())
+        return f"OnlineGradState({self.settings}, {len(self.traces)} traces, {size / 2**20:.2f} MiB{names})"
 
 
 def online_grad(
@@ -81,7 +95,11 @@ def online_grad(
       trace_dtype: the dtype to keep traces in; None for that of the parameters.
 
     The update needs the parameters and the window: ``tx.update(grads, state, params, online=window)``. A window that is
-    not finite gives no update, leaves the traces as they were, and is counted in ``state.skipped``.
+    not finite gives updates of zero, leaves the traces as they were, and is counted in ``state.skipped``.
+
+    It goes first: what stands before it would change the window's gradient and not the past's, and what stands around
+    it may keep windows from it. :func:`train_step` refuses such an optimizer; in a loop of one's own, only
+    ``optax.masked`` and ``optax.partition`` around it are noticed.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from flax import linen as nn
@@ -95,7 +113,12 @@ def online_grad(
     compiled = _compiled(model, example_inputs)
     chosen = get_rule(rule)
     check_credit(credit)
-    settings = Settings(chosen, credit, compiled)
+    if isinstance(chosen, EProp) and chosen.feedback == "random" and credit != "step":
+        raise ValueError(
+            'Random feedback acts on each step\'s own signal: write `online_grad(model, rule=EProp(feedback="random"), '
+            'credit="step")`.'
+        )
+    settings = Settings(chosen, credit, compiled, model)
 
     def init(params: Any) -> OnlineGradState:
         del params  # shapes come from the compiled graph: Optax calls this with placeholders too
@@ -106,11 +129,13 @@ def online_grad(
         updates: Any, state: OnlineGradState, params: Any = None, *, online: Any = None, **extra: Any
     ) -> tuple[Any, OnlineGradState]:
         del extra
-        _check_call(updates, params, online, credit)
+        _check_call(updates, params, online, settings)
         parameters, gradients = compiled.param_leaves(params), jax.tree.leaves(updates)
+        if [g.shape for g in gradients] != [p.shape for p in parameters]:
+            raise ValueError(f"The gradients are not those of these `params`: call {_RIGHT_CALL}.")
         present = as_present(compiled, online)
         start = None if online.reset is None else compiled.initial_leaves()
-        fine = _all_finite([gradients, present.signal, present.after])
+        fine = _all_finite([gradients, present.signal, present.after, present.inputs])
         traces = state.traces
         more, advanced = past_gradient(compiled.plan, chosen, parameters, traces, present, start, credit)
         # Where the past alone is not finite, the traces themselves are broken: they start anew.
@@ -149,24 +174,56 @@ def reset_traces(opt_state: Any) -> Any:
             return node
         return node._replace(traces={name: _cleared(name, trace) for name, trace in node.traces.items()})
 
-    found = [node for node in jax.tree.leaves(opt_state, is_leaf=_is_state) if _is_state(node)]
+    found = [node for node in jax.tree.leaves(opt_state, is_leaf=is_online_state) if is_online_state(node)]
     if not found:
         raise ValueError("`reset_traces` found no OnlineGradState: is `online_grad` in this optimizer's chain?")
-    return jax.tree.map(clear, opt_state, is_leaf=_is_state)
+    return jax.tree.map(clear, opt_state, is_leaf=is_online_state)
 
 
 def settings_of(opt_state: Any) -> Settings:
     """The rule and the credit of the ``online_grad`` whose state this is; shapes will do."""
-    found = [node for node in jax.tree.leaves(opt_state, is_leaf=_is_state) if _is_state(node)]
+    found = [node for node in jax.tree.leaves(opt_state, is_leaf=is_online_state) if is_online_state(node)]
     if len(found) != 1:
         count = "no" if not found else "more than one"
         raise ValueError(
             f"The optimizer has {count} `online_grad` in it. Write `optax.chain(online_grad(model), optax.adam(1e-3))`."
         )
+    _check_place(opt_state)
     return found[0].settings
 
 
-def _is_state(node: Any) -> bool:
+def skipped_of(opt_state: Any) -> Array:
+    """How many windows were left out."""
+    return optax.tree.get(opt_state, "OnlineGradState").skipped
+
+
+def _check_place(node: Any) -> None:
+    """Raise if something stands before ``online_grad``, or around it where it must not."""
+    if is_online_state(node) or not isinstance(node, tuple):
+        return
+    place = next((i for i, part in enumerate(node) if _holds_state(part)), None)
+    if place is None:
+        return
+    name = type(node).__name__
+    if name in _NOT_AROUND:
+        raise ValueError(
+            f"`online_grad` stands inside `optax.{_NOT_AROUND[name]}`, which keeps some windows or parameters from it. "
+            f"Put it first: `optax.chain(online_grad(model), optax.{_NOT_AROUND[name]}(...))`."
+        )
+    if type(node) is tuple and place > 0:
+        raise ValueError(
+            "`online_grad` is not the first link of the chain, and needs the gradients as they come. Write "
+            "`optax.chain(online_grad(model), optax.adam(1e-3))`."
+        )
+    _check_place(node[place])
+
+
+def _holds_state(node: Any) -> bool:
+    return any(map(is_online_state, jax.tree.leaves(node, is_leaf=is_online_state)))
+
+
+def is_online_state(node: Any) -> bool:
+    """Whether ``node`` is the state of :func:`online_grad`."""
     return isinstance(node, OnlineGradState)
 
 
@@ -183,17 +240,22 @@ def _compiled(model: Any, example_inputs: tuple[Any, ...]) -> Model:
     return compile(model, *example_inputs)
 
 
-def _check_call(updates: Any, params: Any, online: Any, credit: Credit) -> None:
+def _check_call(updates: Any, params: Any, online: Any, settings: Settings) -> None:
     if params is None:
         raise ValueError(f"`online_grad` needs the parameters: call {_RIGHT_CALL}.")
     if online is None:
         raise ValueError(f"`online_grad` needs the window (`online=`): call {_RIGHT_CALL}.")
     if not isinstance(online, Window):
         raise ValueError(f"`online=` is a {type(online).__name__}, not the window: call {_RIGHT_CALL}.")
-    if online.credit != credit:
+    if online.credit != settings.credit:
         raise ValueError(
-            f'The window was made with credit="{online.credit}" and `online_grad` with credit="{credit}": give both '
-            "the same."
+            f'The window was made with credit="{online.credit}" and `online_grad` with credit="{settings.credit}": '
+            f'write `value_and_grad(model, loss, credit="{settings.credit}")`.'
+        )
+    if isinstance(settings.rule, EProp) and settings.rule.feedback == "random" and online.rule != settings.rule:
+        raise ValueError(
+            "Random feedback takes part in the gradient of the window: give `value_and_grad` the rule too, "
+            f'`value_and_grad(model, loss, credit="step", rule={settings.rule})`.'
         )
     masked = [leaf for leaf in jax.tree.leaves(updates, is_leaf=_is_masked) if _is_masked(leaf)]
     if masked:

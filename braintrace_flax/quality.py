@@ -11,7 +11,7 @@ import optax
 
 from braintrace_core.rules import GradientComparison, Rule, compare_gradients, get_rule, past_gradient
 
-from .checks import check_targets, check_time, leaf_paths
+from .checks import check_compiled, check_reset, check_targets, check_time, leaf_paths
 from .model import Model
 from .window import Credit, as_present, value_and_grad
 
@@ -57,8 +57,12 @@ def check_against_bptt(
     >>> round(table.overall.cosine, 3)
     1.0
     """
+    check_compiled(model, "check_against_bptt")
+    if window is not None and window < 1:
+        raise ValueError(f"`window` is a number of time steps, at least 1, or None; got {window!r}.")
     steps = check_time(model, inputs)
     check_targets(targets, steps)
+    check_reset(model, reset, steps)
     length = steps if window is None else window
     chosen = get_rule(rule)
     of_step = _default_loss(targets) if loss is None else loss

@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from braintrace_core.rules import QualityMeter, past_gradient
 
-from .checks import check_mask, check_reset, check_targets, check_time, split_inputs
+from .checks import check_mask, check_modulator, check_reset, check_state, check_targets, check_time, split_inputs
+from .explicit import on_any_mesh, sharding_of
 from .model import Model
-from .online_grad import settings_of
+from .online_grad import is_online_state, settings_of, skipped_of
+from .sharding import BATCH_AXES, shardings
+from .state import TrainState
 from .window import Reduction, as_present, value_and_grad, window_losses
 
-__all__ = ["TrainState", "TrainStep", "buckets", "train_step"]
-
-
-class TrainState(NamedTuple):
-    """All that training carries from call to call; a pytree.
-
-    Attributes:
-      step: how many optimizer updates there were.
-      params, carry: of the model.
-      opt_state: of the optimizer; the traces are in it.
-      key: for what the user draws; the model's own random streams are in its carry.
-      meter: what a quality meter keeps; None without one.
-    """
-
-    step: Array
-    params: Any
-    carry: Any
-    opt_state: Any
-    key: Any
-    meter: Any = None
+__all__ = ["TrainStep", "buckets", "train_step"]
 
 
 def train_step(
@@ -77,7 +63,7 @@ def train_step(
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise ValueError(f"`window` is a number of time steps, at least 1, or None; got {window!r}.")
     settings = settings_of(jax.eval_shape(tx.init, _placeholder(model)))
-    if isinstance(model, Model) and settings.model is not model:
+    if model is not settings.model and model != settings.given:
         raise ValueError(
             "`tx` was made for another model: give `train_step` and `online_grad` the same compiled model."
         )
@@ -93,13 +79,16 @@ class TrainStep:
 
     Inputs and targets lead with time. ``reset``, bools ``(time, batch)``, starts new sequences: it clears carry and
     traces of those rows. ``mask``, ``(time,)`` or ``(time, batch)``, leaves steps out of loss and metrics.
-    ``modulator``, ``(time, batch)``, is the third factor of three-factor rules. Metrics are arrays with one entry a window: ``loss``,
-    ``skipped`` (whether the window was not finite and left out), and those that the loss returns.
+    ``modulator``, ``(time, batch)``, is the third factor of three-factor rules. Metrics are arrays with one entry a
+    window: ``loss``, ``skipped`` (whether the window was not finite and left out), and those that the loss returns.
 
     Attributes:
       model, tx, loss: as given.
       window: steps in a window.
+      shardings: of the state, if it is on a mesh; else None.
     """
+
+    shardings: TrainState | None = None
 
     def __init__(
         self,
@@ -114,11 +103,27 @@ class TrainStep:
         self.model, self.tx, self.loss, self.window, self.meter = model, tx, loss, window, meter
         self._update = optax.with_extra_args_support(tx).update
         settings = settings_of(jax.eval_shape(tx.init, model.params_shape))
+        self._credit = settings.credit
         self._value_and_grad = value_and_grad(model, loss, settings.credit, reduction, settings.rule)
         self._reduction: Reduction = reduction
         self.__doc__ = loss.__doc__ or type(self).__doc__
         self.__name__ = getattr(loss, "__name__", "step")
-        self.jitted = jax.jit(self.run, donate_argnums=(0,) if donate else ())
+        self._donated = (0,) if donate else ()
+        self._init = self._make_state
+        self.jitted = jax.jit(self.run, donate_argnums=self._donated)
+
+    def sharded(self, mesh: Mesh, rules: Any = (), batch_axes: Sequence[str] = BATCH_AXES) -> TrainStep:
+        """The same step on a mesh: its state is made where it belongs, and stays there.
+
+        Arguments as in :func:`shardings`.
+        """
+        placed = shardings(self, mesh, rules, batch_axes)
+        step = copy.copy(self)
+        step._init = jax.jit(self._make_state, out_shardings=placed)
+        whole = NamedSharding(mesh, PartitionSpec())
+        step.jitted = jax.jit(self.run, donate_argnums=self._donated, out_shardings=(placed, whole))
+        step.shardings = placed
+        return step
 
     def init(self, key: Any, params: Any = None, example: tuple[Any, ...] | None = None) -> TrainState:
         """The state before training.
@@ -129,6 +134,9 @@ class TrainStep:
           example: with a quality meter, ``(inputs, targets)`` like those of a call (and ``reset``, ``mask``, if calls
             have them); arrays or shapes.
         """
+        return self._init(key, params, example)
+
+    def _make_state(self, key: Any, params: Any, example: Any) -> TrainState:
         for_params, for_carry, rest = jax.random.split(key, 3)
         params = self.model.init(for_params) if params is None else jax.tree.map(jnp.array, params)
         carry = self.model.initial_carry(for_carry)
@@ -166,13 +174,24 @@ class TrainStep:
                 f"The first argument is the train state, got a {type(state).__name__}: `state = step.init(key)`, then "
                 "`state, metrics = step(state, inputs, targets)`."
             )
+        check_state(state.opt_state, jax.eval_shape(self.tx.init, state.params))
         steps = check_time(self.model, inputs)
         check_targets(targets, steps)
         check_reset(self.model, reset, steps)
         check_mask(self.model, mask, steps)
+        check_modulator(self.model, modulator, steps, self._credit)
+        over = (inputs, targets, reset, mask, modulator)
+        return on_any_mesh(self._windows, state, over, results=lambda: (sharding_of(state), PartitionSpec()))
+
+    def _windows(self, state: TrainState, over: Any) -> tuple[TrainState, dict[str, Array]]:
+        steps = jax.tree.leaves(over[0])[0].shape[0]
         length = min(self.window or steps, steps)
         whole = steps // length * length
-        over = (inputs, targets, reset, mask, modulator)
+        if self.meter is not None and (whole < steps or length != self.window):
+            raise ValueError(
+                f"With a quality meter all windows are of one length: {steps} time steps are no multiple of "
+                f"`window={self.window}`."
+            )
         first = jax.tree.map(lambda a: a[:whole].reshape(-1, length, *a.shape[1:]), over)
         if whole == length:
             state, metrics = self._one_window(state, jax.tree.map(lambda a: a[0], first))
@@ -189,11 +208,20 @@ class TrainStep:
         (value, carry), grads, window = self._value_and_grad(
             state.params, state.carry, inputs, targets, reset, mask, modulator
         )
-        before = optax.tree.get(state.opt_state, "skipped")
         updates, opt_state = self._update(grads, state.opt_state, state.params, online=window)
         params = optax.apply_updates(state.params, updates)
-        skipped = optax.tree.get(opt_state, "skipped") != before
-        carry = jax.tree.map(lambda new, old: jnp.where(skipped, old, new), carry, state.carry)
+        skipped = skipped_of(opt_state) != skipped_of(state.opt_state)
+
+        def unless_skipped(new: Any, old: Any) -> Any:
+            return new if is_online_state(new) else jnp.where(skipped, old, new)
+
+        # As if the window had not been: momentum and decay would move parameters even where updates are zero.
+        params, carry, opt_state = jax.tree.map(
+            unless_skipped,
+            (params, carry, opt_state),
+            (state.params, state.carry, state.opt_state),
+            is_leaf=is_online_state,
+        )
         value, more = value if isinstance(value, tuple) else (value, {})
         metrics = {"loss": value, "skipped": skipped, **(more if isinstance(more, dict) else {"metrics": more})}
         meter = state.meter

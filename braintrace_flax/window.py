@@ -12,7 +12,16 @@ from jax import Array
 
 from braintrace_core.rules import PresentGradient, Rule, get_rule, step_gradient, window_gradient
 
-from .checks import check_credit, check_mask, check_reset, check_targets, check_time, split_inputs
+from .checks import (
+    check_compiled,
+    check_credit,
+    check_mask,
+    check_modulator,
+    check_reset,
+    check_targets,
+    check_time,
+    split_inputs,
+)
 from .model import Model
 
 __all__ = ["Credit", "Reduction", "Window", "as_present", "value_and_grad", "window_losses"]
@@ -35,6 +44,7 @@ class Window:
       signals: with ``credit="step"``, what each step's loss says of its own hidden states.
       record: what the window left behind for the rule; None, and it is run again.
       credit: how the gradient was taken.
+      rule: the rule that took part in it; None if none did.
     """
 
     carry: Any
@@ -45,6 +55,7 @@ class Window:
     signals: Any = None
     record: Any = None
     credit: Credit = field(default="window", metadata={"static": True})
+    rule: Rule | None = field(default=None, metadata={"static": True})
 
 
 def value_and_grad(
@@ -70,8 +81,8 @@ def value_and_grad(
       ``f(params, carry, inputs, targets, reset=None, mask=None, modulator=None) -> ((loss, carry), grads, window)``.
       Inputs and targets lead with time. ``reset``, bools ``(time, batch)``, starts new sequences. ``mask``, ``(time,)``
       or ``(time, batch)``, leaves steps out of loss and metrics. ``modulator``, ``(time, batch)``, takes the place of
-      the loss's signal (three-factor learning; step credit only). If the loss has metrics, ``(loss, metrics)`` stands where
-      ``loss`` does.
+      the loss's signal (three-factor learning; step credit only). If the loss has metrics, ``(loss, metrics)`` stands
+      where ``loss`` does.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from flax import linen as nn
@@ -86,6 +97,7 @@ def value_and_grad(
     >>> updates, opt_state = tx.update(grads, opt_state, params, online=window)
     >>> params = optax.apply_updates(params, updates)
     """
+    check_compiled(model, "value_and_grad")
     check_credit(credit)
     if reduction not in ("sum", "mean"):
         raise ValueError(f'`reduction` is "sum" or "mean", got {reduction!r}.')
@@ -105,8 +117,7 @@ def value_and_grad(
         check_targets(targets, steps)
         check_reset(model, reset, steps)
         check_mask(model, mask, steps)
-        if modulator is not None and credit != "step":
-            raise ValueError('A `modulator` acts on each step: use `credit="step"`, here and in `online_grad`.')
+        check_modulator(model, modulator, steps, credit)
 
         def of_window(window: Any) -> tuple[Array, Any]:
             value, metrics = window_losses(loss, model.as_outputs(window.outputs), targets, mask, reduction)
@@ -125,14 +136,21 @@ def value_and_grad(
             for i, (g, p) in enumerate(zip(present.gradients, parameters, strict=True))
         ]
         value = present.value if present.aux is None else (present.value, present.aux)
-        window = as_window(model, present, carry, after, inputs, reset, credit)
+        window = as_window(model, present, carry, after, inputs, reset, credit, chosen)
         return (value, after), model.as_params(gradients, params), window
 
     return value_and_grad_of_window
 
 
 def as_window(
-    model: Model, present: PresentGradient, carry: Any, after: Any, inputs: Any, reset: Any, credit: Credit
+    model: Model,
+    present: PresentGradient,
+    carry: Any,
+    after: Any,
+    inputs: Any,
+    reset: Any,
+    credit: Credit,
+    rule: Rule | None,
 ) -> Window:
     """What a window says, in the user's structures."""
     carry_grad = None
@@ -140,7 +158,7 @@ def as_window(
         leaves = present.signal if model.has_examples else [g if g is None else g[0] for g in present.signal]
         carry_grad = jax.tree.unflatten(jax.tree.structure(model.carry_shape), leaves)
     signals = present.signal if credit == "step" else None
-    return Window(carry, carry_grad, inputs, reset, after, signals, present.record, credit)
+    return Window(carry, carry_grad, inputs, reset, after, signals, present.record, credit, rule)
 
 
 def as_present(model: Model, window: Window) -> PresentGradient:
@@ -176,6 +194,8 @@ def window_losses(
     if mask is None:
         values, metrics = jax.vmap(one_step)(outputs, targets)
         return values.sum() if reduction == "sum" else values.mean(), jax.tree.map(lambda m: m.mean(0), metrics)
+    # What is left out may be NaN, and so may the gradient that it would send back.
+    outputs, targets = jax.tree.map(lambda a: _where_kept(mask, a), (outputs, targets))
     if jnp.ndim(mask) == 1:
         values, metrics = jax.vmap(one_step)(outputs, targets)
     else:
@@ -186,12 +206,18 @@ def window_losses(
     count = jnp.maximum(weight.sum(), 1)
 
     def mean(value: Array) -> Array:
-        spread = jnp.expand_dims(weight, tuple(range(weight.ndim, value.ndim)))
-        kept = jnp.where(spread > 0, value, jnp.zeros_like(value))  # what is left out may be NaN
-        return (kept * spread.astype(value.dtype)).sum(tuple(range(weight.ndim))) / count.astype(value.dtype)
+        value = value if jnp.issubdtype(value.dtype, jnp.inexact) else value.astype(values.dtype)
+        spread = jnp.expand_dims(weight, tuple(range(weight.ndim, value.ndim))).astype(value.dtype)
+        return (_where_kept(mask, value) * spread).sum(tuple(range(weight.ndim))) / count.astype(value.dtype)
 
     total = mean(values)
     if reduction == "sum":
         examples = 1 if weight.ndim == 1 else weight.shape[1]
         total = total * count / examples
-    return total, jax.tree.map(lambda m: mean(m) if jnp.issubdtype(m.dtype, jnp.inexact) else m, metrics)
+    return total, jax.tree.map(mean, metrics)
+
+
+def _where_kept(mask: Any, value: Any) -> Array:
+    """Zeros where the mask leaves out."""
+    kept = jnp.expand_dims(mask, tuple(range(jnp.ndim(mask), jnp.ndim(value)))) != 0
+    return jnp.where(kept, value, jnp.zeros_like(value))

@@ -14,6 +14,10 @@ import jax
 import numpy as np
 import pytest
 
+# Most of a test's time is compilation: machine code need not be fast.
+QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_TO_COMPILE}".strip()
+
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)  # enough for a 4 x 2 mesh
 jax.config.update("jax_enable_x64", True)

@@ -29,6 +29,8 @@ __all__ = [
 
 def tree_path(root: str, keys: Any) -> Path:
     """The path of a leaf below ``root``, from JAX's keys."""
+    if keys and keys[-1] == jax.tree_util.GetAttrKey("value"):
+        keys = keys[:-1]  # a wrapper, such as an NNX variable, has no part in the name
     return (root, *(jax.tree_util.keystr((key,), simple=True) for key in keys))
 
 

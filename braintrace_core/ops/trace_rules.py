@@ -111,9 +111,7 @@ class EinsumTrace(TraceRule):
     def gradient(self, x: Any, cotangent: Array) -> Array | None:
         if self.x or not self.theta or self.y != self.theta:
             return None
-        # A product with ones: XLA's sum over leading axes is many times slower on CPU.
-        flat = cotangent.reshape(-1, self.size)
-        total = (jnp.ones(flat.shape[0], flat.dtype) @ flat).reshape(self.shape)
+        total = sum_over_steps(cotangent)
         return total if self.is_complex else jnp.real(total)
 
     def align(self, value: Array) -> Array:
@@ -316,6 +314,21 @@ def weighted_sum(weights: Array, values: Array) -> Array:
     if rows > _MOST_WRITTEN_OUT or jax.device_count() > 1:  # written out, a sharded axis would be gathered
         return reduced(weights, values)
     return lax.platform_dependent(weights, values, cpu=written_out, default=reduced)
+
+
+def sum_over_steps(values: Array) -> Array:
+    """The sum over the first two axes, time and batch."""
+
+    def product(values: Array) -> Array:  # XLA's own sum over leading axes is many times slower on CPU
+        flat = values.reshape(-1, int(np.prod(values.shape[2:])))
+        return (jnp.ones(flat.shape[0], flat.dtype) @ flat).reshape(values.shape[2:])
+
+    def reduced(values: Array) -> Array:
+        return values.sum((0, 1))
+
+    if jax.device_count() > 1:  # time and batch as one axis could not be divided among devices
+        return reduced(values)
+    return lax.platform_dependent(values, cpu=product, default=reduced)
 
 
 _MOST_WRITTEN_OUT = 256

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from .._compat import JaxprEqn, Var
@@ -42,11 +41,12 @@ def operator_gradient(operator: Operator, operands: Sequence[Any], x: Any, cotan
             y = primitive.bind(*full, **eqn.params)
             return y[primitive.y_index] if primitive.multiple_results else y
 
-        flat = None if x is None else x.reshape(-1, *x.shape[2:])
-        return jax.vmap(one, axis_size=cotangent.shape[0] * cotangent.shape[1])(flat)
+        # Two axes rather than one of both sizes: the batch may be divided among devices.
+        steps, batch = cotangent.shape[:2]
+        return jax.vmap(jax.vmap(one, axis_size=batch), axis_size=steps)(x)
 
     _, pull_back = jax.vjp(result, *(operands[places[key]] for key in missing))
-    gradients = pull_back(cotangent.reshape(-1, *cotangent.shape[2:]))
+    gradients = pull_back(cotangent)
     return {**found, **dict(zip(missing, gradients, strict=True))}
 
 
@@ -70,9 +70,8 @@ def encoded_gradient(operator: Operator, operands: Sequence[Any], x: Any, cotang
     """As :func:`operator_gradient`, for an input from :func:`encoded_input`."""
     if operator.eqn.primitive is etp_embedding_p:
         table = operator.eqn.invars[1].aval
-        rows, features = table.shape[0], int(np.prod(table.shape[1:]))
-        product = x.reshape(-1, rows).astype(cotangent.dtype).T @ cotangent.reshape(-1, features)
-        return {"weight": product.reshape(table.shape)}
+        given = list(range(x.ndim - 1))  # time, batch, and the indices' own axes
+        return {"weight": jnp.tensordot(x.astype(cotangent.dtype), cotangent, (given, given)).reshape(table.shape)}
     if x is not None:
         own = operator.x.aval.dtype
         x = x.astype(own if jnp.issubdtype(own, jnp.inexact) else cotangent.dtype)

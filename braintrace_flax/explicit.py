@@ -1,0 +1,37 @@
+"""Explicit meshes: inside, JAX divides the work as on an Auto mesh; outside, every array keeps the sharding it had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+__all__ = ["on_any_mesh", "sharding_of"]
+
+
+def on_any_mesh(function: Callable[..., Any], *args: Any, results: Callable[[], Any]) -> Any:
+    """``function(*args)``, on an Explicit mesh with its axes left to the compiler.
+
+    Args:
+      function: of arrays.
+      *args: its arguments.
+      results: gives the shardings of its results, in their structure or a prefix of it; asked on an Explicit mesh only.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or AxisType.Explicit not in mesh.axis_types:
+        return function(*args)
+    return jax.sharding.auto_axes(function, out_sharding=results())(*args)
+
+
+def sharding_of(tree: Any) -> Any:
+    """The sharding of each array, as its type says; whole on every device for what has none."""
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def of(leaf: Any) -> NamedSharding:
+        found = getattr(jax.typeof(leaf), "sharding", None)
+        spec = found.spec if isinstance(found, NamedSharding) else PartitionSpec()
+        return NamedSharding(mesh, spec)
+
+    return jax.tree.map(of, tree)

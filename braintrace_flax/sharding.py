@@ -1,0 +1,177 @@
+"""Shardings of a whole train state: parameters by rules; traces like the carry along the batch, else like them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .checks import leaf_paths
+from .model import Model
+from .online_grad import OnlineGradState, is_online_state
+from .state import TrainState
+
+__all__ = ["BATCH_AXES", "data_sharding", "shardings"]
+
+Rules = Sequence[tuple[str, Any]]
+
+BATCH_AXES = ("data", "fsdp")
+"""Mesh axes over which a batch is divided, where the mesh has them."""
+
+
+def shardings(model_or_step: Any, mesh: Mesh, rules: Rules = (), batch_axes: Sequence[str] = BATCH_AXES) -> TrainState:
+    """Shardings for a train state, in its structure.
+
+    Main arguments:
+      model_or_step: a ``train_step``; for a compiled model only ``params`` and ``carry`` are filled in.
+      mesh: the devices, with named axes.
+      rules: pairs of a regular expression over paths of parameters (``"cell/hi/kernel"``) and a partition spec; the
+        first that is found in a path counts, and what none matches is kept whole on every device. Paths of the carry
+        start with ``carry/``.
+
+    Other arguments:
+      batch_axes: mesh axes over which the batch is divided.
+
+    Traces follow: along the batch like the carry, along the axes of a weight like the parameter, so that advancing them
+    needs no communication. Moments of the optimizer follow their parameter.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from flax import linen as nn
+    >>> import braintrace_flax as braintrace
+    >>> model = braintrace.compile(nn.SimpleCell(8), jnp.zeros((4, 3)))
+    >>> mesh = jax.make_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1])
+    >>> found = shardings(model, mesh, rules=[("kernel", (None, "model"))])
+    >>> found.params["h"]["kernel"].spec
+    PartitionSpec(None, 'model')
+    >>> found.carry.spec
+    PartitionSpec('data',)
+    """
+    step = None if isinstance(model_or_step, Model) else model_or_step
+    model: Model = model_or_step if step is None else step.model
+    _check_rules(rules, mesh)
+    batch = tuple(axis for axis in batch_axes if axis in mesh.axis_names)
+    _check_batch(model, mesh, batch)
+    names = leaf_paths(model.params_shape)
+    specs = [
+        _spec(name, leaf.shape, rules, mesh)
+        for name, leaf in zip(names, jax.tree.leaves(model.params_shape), strict=True)
+    ]
+    by_name = dict(zip(names, specs, strict=True))
+    params = jax.tree.unflatten(jax.tree.structure(model.params_shape), [NamedSharding(mesh, spec) for spec in specs])
+    carry_names = [f"carry/{name}".removesuffix("/.") for name in leaf_paths(model.carry_shape)]
+    carry_specs = [
+        _carry_spec(name, leaf, model, batch, rules, mesh)
+        for name, leaf in zip(carry_names, jax.tree.leaves(model.carry_shape), strict=True)
+    ]
+    carry = jax.tree.unflatten(
+        jax.tree.structure(model.carry_shape), [NamedSharding(mesh, spec) for spec in carry_specs]
+    )
+    whole = NamedSharding(mesh, PartitionSpec())
+    if step is None:
+        return TrainState(whole, params, carry, None, whole)
+    abstract = jax.eval_shape(step.init, jax.eval_shape(lambda: jax.random.key(0)))
+    moments = optax.tree.map_params(
+        step.tx, lambda _, sharding: sharding, abstract.opt_state, params, transform_non_params=lambda _: whole
+    )
+
+    def place(shapes: Any, found: Any) -> Any:
+        if not isinstance(shapes, OnlineGradState):
+            return found
+        traces = {
+            name: NamedSharding(mesh, _trace_spec(name, trace.shape, model, by_name, batch))
+            for name, trace in shapes.traces.items()
+        }
+        return OnlineGradState(traces, whole, shapes.settings)
+
+    opt_state = jax.tree.map(place, abstract.opt_state, moments, is_leaf=is_online_state)
+    return TrainState(whole, params, carry, opt_state, whole)
+
+
+def data_sharding(mesh: Mesh, batch_axes: Sequence[str] = BATCH_AXES) -> NamedSharding:
+    """Of inputs and targets, ``(time, batch, ...)``."""
+    axes = tuple(axis for axis in batch_axes if axis in mesh.axis_names)
+    return NamedSharding(mesh, PartitionSpec(None, axes or None))
+
+
+def _spec(name: str, shape: tuple[int, ...], rules: Rules, mesh: Mesh) -> PartitionSpec:
+    for pattern, spec in rules:
+        if re.search(pattern, name):
+            found = PartitionSpec(*spec) if isinstance(spec, (tuple, list)) else (spec or PartitionSpec())
+            _check_divides(name, shape, found, mesh)
+            return found
+    return PartitionSpec()
+
+
+def _carry_spec(name: str, leaf: Any, model: Model, batch: tuple[str, ...], rules: Rules, mesh: Mesh) -> PartitionSpec:
+    given = _spec(name, leaf.shape, [rule for rule in rules if "carry" in rule[0]], mesh)
+    if given != PartitionSpec():
+        return given
+    if not model.has_examples or not batch:
+        return PartitionSpec()
+    return PartitionSpec(batch if len(batch) > 1 else batch[0])
+
+
+def _trace_spec(
+    name: str, shape: tuple[int, ...], model: Model, params: dict[str, PartitionSpec], batch: tuple[str, ...]
+) -> PartitionSpec:
+    if name.startswith("synthesiser."):
+        return PartitionSpec()
+    first = None if not batch or not model.has_examples else batch if len(batch) > 1 else batch[0]
+    path = name.split("@")[0].removeprefix("params/")
+    weight = dict(zip(params, jax.tree.leaves(model.params_shape), strict=True)).get(path)
+    if weight is None or shape[1:] != weight.shape:
+        return PartitionSpec(first)
+    # An axis that already divides the batch cannot divide the weight too.
+    return PartitionSpec(first, *(_without(axis, batch) for axis in params[path]))
+
+
+def _without(axis: Any, used: tuple[str, ...]) -> Any:
+    parts = tuple(a for a in (axis if isinstance(axis, tuple) else (axis,)) if a is not None and a not in used)
+    return None if not parts else parts[0] if len(parts) == 1 else parts
+
+
+def _axes(spec: PartitionSpec) -> list[tuple[str, ...]]:
+    return [() if axis is None else axis if isinstance(axis, tuple) else (axis,) for axis in spec]
+
+
+def _check_rules(rules: Rules, mesh: Mesh) -> None:
+    for rule in rules:
+        if not isinstance(rule, (tuple, list)) or len(rule) != 2:
+            raise ValueError(f"A sharding rule is a pair (regular expression, spec), got {rule!r}.")
+        pattern, spec = rule
+        for axis in spec or ():
+            for part in axis if isinstance(axis, tuple) else (axis,):
+                if part is not None and part not in mesh.axis_names:
+                    raise ValueError(
+                        f"The sharding rule for {pattern!r} names the axis {part!r}; the mesh has "
+                        f"{', '.join(map(repr, mesh.axis_names))}."
+                    )
+
+
+def _check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> None:
+    if len(spec) > len(shape):
+        raise ValueError(f"The sharding {spec} has more axes than `{name}` of shape {shape}.")
+    for size, axes in zip(shape, _axes(spec), strict=False):
+        count = 1
+        for axis in axes:
+            count *= mesh.shape[axis]
+        if size % count:
+            raise ValueError(
+                f"`{name}` of shape {shape} cannot be divided as {spec}: {size} is no multiple of {count}, the size of "
+                f"{' x '.join(axes)}. Change the width, the mesh or the rule."
+            )
+
+
+def _check_batch(model: Model, mesh: Mesh, batch: tuple[str, ...]) -> None:
+    count = 1
+    for axis in batch:
+        count *= mesh.shape[axis]
+    if model.has_examples and model.batch_size is not None and model.batch_size % count:
+        raise ValueError(
+            f"A batch of {model.batch_size} cannot be divided over {' x '.join(batch)} = {count} devices. Compile for "
+            f"a multiple of {count}."
+        )
