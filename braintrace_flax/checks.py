@@ -100,7 +100,10 @@ def check_time(model: Any, inputs: Any) -> int:
             )
         if tuple(leaf.shape[1:]) != tuple(shape.shape):
             hint = ""
-            if leaf.ndim == len(shape.shape) + 1 and model.batch_size is not None and leaf.shape[1] != model.batch_size:
+            swapped = (*leaf.shape[1:2], *leaf.shape[:1], *leaf.shape[2:])
+            if model.batch_size is not None and swapped[1:] == tuple(shape.shape):
+                hint = " If the batch comes first, write `jnp.swapaxes(inputs, 0, 1)`."
+            elif leaf.ndim == len(shape.shape) + 1 and model.batch_size not in (None, leaf.shape[1]):
                 hint = (
                     f" The batch has {leaf.shape[1]} examples, the model was compiled for {model.batch_size}: compile "
                     "for the new size, or pad the batch and mask what is not there."
@@ -175,11 +178,13 @@ def check_modulator(model: Any, modulator: Any, steps: int, credit: str) -> None
 def check_state(opt_state: Any, expected: Any) -> None:
     """Raise unless ``opt_state`` is such as the optimizer makes; ``expected`` are shapes."""
     same = jax.tree.structure(opt_state) == jax.tree.structure(expected)
-    pairs = zip(jax.tree.leaves(opt_state), jax.tree.leaves(expected), strict=True) if same else ()
-    if not same or any(_difference(leaf, shape) for leaf, shape in pairs):
+    leaves = zip(leaf_paths(expected), jax.tree.leaves(opt_state), jax.tree.leaves(expected), strict=same)
+    problems = [f"`{name}` {problem}" for name, a, b in leaves if same and (problem := _difference(a, b))]
+    if not same or problems:
         raise ValueError(
-            "`state.opt_state` is of another optimizer or another model: start from this step's own, "
-            "`state = step.init(key)`, or `step.init(key, params=state.params)` to keep the parameters."
+            f"`state.opt_state` is of another optimizer or another model{': ' + problems[0] if problems else ''}. "
+            "Start from this step's own, `state = step.init(key)`; with `step.init(key, params=state.params)` the "
+            "parameters are kept."
         )
 
 

@@ -184,6 +184,10 @@ def window_losses(
     def one_step(outputs: Any, targets: Any) -> tuple[Array, Any]:
         result = loss(outputs, targets)
         value, metrics = result if isinstance(result, tuple) else (result, None)
+        if value is None:
+            raise ValueError(
+                "The loss of a time step is a scalar, this one returned None: does it end in `return ...`?"
+            )
         if jnp.shape(value) != ():
             raise ValueError(
                 f"The loss of a time step is a scalar, this one has shape {jnp.shape(value)}: take the mean or the sum "

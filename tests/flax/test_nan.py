@@ -1,0 +1,70 @@
+"""A window that is not finite is as if it had not been: it is counted, and training goes on from where it was."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import braintrace_flax as braintrace
+from tests.flax import small
+
+pytestmark = pytest.mark.loose_promotion  # Optax relies on it
+
+
+@pytest.fixture(scope="module", params=["window", "step"])
+def step(request):
+    tx = optax.chain(braintrace.online_grad(small.model(), credit=request.param), optax.adamw(0.05, weight_decay=0.1))
+    return braintrace.train_step(small.model(), tx, window=2, donate=False)(small.loss)
+
+
+@pytest.fixture(scope="module")
+def without(step):
+    """The states after each window of a run without the second."""
+    inputs, targets = small.data(6)
+    state = first = step(step.init(jax.random.key(0)), inputs[:2], targets[:2])[0]
+    return first, step(state, inputs[4:], targets[4:])[0]
+
+
+def assert_like(found, expected):
+    small.assert_same((found.params, found.carry), (expected.params, expected.carry))
+    small.assert_same(found.opt_state[0].traces, expected.opt_state[0].traces)
+    small.assert_same(found.opt_state[1], expected.opt_state[1])
+
+
+@pytest.mark.parametrize("where", ["inputs", "targets"])
+def test_training_goes_on_as_if_the_window_had_not_been(step, without, where):
+    inputs, targets = small.data(6)
+    broken = {"inputs": inputs, "targets": targets}
+    broken[where] = broken[where].at[3, 0].set(jnp.nan)  # one example of one step
+    state, first_metrics = step(step.init(jax.random.key(0)), inputs[:2], targets[:2])
+    state, metrics = step(state, broken["inputs"][2:4], broken["targets"][2:4])
+    assert not np.isfinite(metrics["loss"]).all()
+    assert (first_metrics["skipped"].tolist(), metrics["skipped"].tolist()) == ([False], [True])
+    assert_like(state, without[0])
+    state, metrics = step(state, inputs[4:], targets[4:])
+    assert np.isfinite(metrics["loss"]).all()
+    assert_like(state, without[1])
+    assert small.differs(state.params, without[0].params)
+    assert int(optax.tree.get(state.opt_state, "skipped")) == 1
+
+
+def test_the_same_within_one_call(step, without):
+    inputs, targets = small.data(6)
+    state, metrics = step(step.init(jax.random.key(0)), inputs.at[2, 1, 0].set(jnp.inf), targets)
+    assert metrics["skipped"].tolist() == [False, True, False]
+    assert np.isfinite(np.asarray(metrics["loss"])[[0, 2]]).all()
+    assert_like(state, without[1])
+
+
+def test_a_broken_trace_costs_one_window(step):
+    inputs, targets = small.data(2)
+    state = step.init(jax.random.key(0))
+    traces = jax.tree.map(lambda trace: jnp.full_like(trace, jnp.nan), state.opt_state[0].traces)
+    state = state._replace(opt_state=(state.opt_state[0]._replace(traces=traces), *state.opt_state[1:]))
+    state, metrics = step(state, inputs, targets)
+    assert metrics["skipped"].tolist() == [True]
+    state, metrics = step(state, inputs, targets)
+    assert metrics["skipped"].tolist() == [False]
+    fresh, _ = step(step.init(jax.random.key(0)), inputs, targets)
+    assert_like(state, fresh)
