@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from braintrace_core.rules import TBPTT, EProp, Rule
+
 __all__ = [
     "check_compiled",
     "check_credit",
@@ -177,10 +179,11 @@ def check_modulator(model: Any, modulator: Any, steps: int, credit: str) -> None
 
 def check_state(opt_state: Any, expected: Any) -> None:
     """Raise unless ``opt_state`` is such as the optimizer makes; ``expected`` are shapes."""
-    same = jax.tree.structure(opt_state) == jax.tree.structure(expected)
-    leaves = zip(leaf_paths(expected), jax.tree.leaves(opt_state), jax.tree.leaves(expected), strict=same)
-    problems = [f"`{name}` {problem}" for name, a, b in leaves if same and (problem := _difference(a, b))]
-    if not same or problems:
+    structure: Any = jax.tree.structure(opt_state)
+    other = structure != jax.tree.structure(expected)
+    leaves = zip(leaf_paths(expected), jax.tree.leaves(opt_state), jax.tree.leaves(expected), strict=not other)
+    problems = [f"`{name}` {problem}" for name, a, b in leaves if not other and (problem := _difference(a, b))]
+    if other or problems:
         raise ValueError(
             f"`state.opt_state` is of another optimizer or another model{': ' + problems[0] if problems else ''}. "
             "Start from this step's own, `state = step.init(key)`; with `step.init(key, params=state.params)` the "
@@ -198,7 +201,11 @@ def check_compiled(model: Any, where: str) -> None:
         )
 
 
-def check_credit(credit: Any) -> None:
-    """Raise unless ``credit`` is one of the two."""
+def check_credit(credit: Any, rule: Rule | None = None) -> None:
+    """Raise unless ``credit`` is one of the two, and one that the rule can do with."""
     if credit not in ("window", "step"):
         raise ValueError(f'`credit` is "window" or "step", got {credit!r}.')
+    if isinstance(rule, TBPTT) and credit == "step":
+        raise ValueError(f'{rule} keeps no traces for each step\'s signal to act on: use `credit="window"`.')
+    if isinstance(rule, EProp) and rule.feedback == "random" and credit == "window":
+        raise ValueError('Random feedback changes each step\'s own signal: use `credit="step"`.')

@@ -112,12 +112,7 @@ def online_grad(
     """
     compiled = _compiled(model, example_inputs)
     chosen = get_rule(rule)
-    check_credit(credit)
-    if isinstance(chosen, EProp) and chosen.feedback == "random" and credit != "step":
-        raise ValueError(
-            'Random feedback acts on each step\'s own signal: write `online_grad(model, rule=EProp(feedback="random"), '
-            'credit="step")`.'
-        )
+    check_credit(credit, chosen)
     settings = Settings(chosen, credit, compiled, model)
 
     def init(params: Any) -> OnlineGradState:

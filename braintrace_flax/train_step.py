@@ -12,7 +12,7 @@ import optax
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from braintrace_core.rules import QualityMeter, past_gradient
+from braintrace_core.rules import BPTT, QualityMeter, past_gradient
 
 from .checks import check_mask, check_modulator, check_reset, check_state, check_targets, check_time, split_inputs
 from .explicit import on_any_mesh, sharding_of
@@ -103,7 +103,7 @@ class TrainStep:
         self.model, self.tx, self.loss, self.window, self.meter = model, tx, loss, window, meter
         self._update = optax.with_extra_args_support(tx).update
         settings = settings_of(jax.eval_shape(tx.init, model.params_shape))
-        self._credit = settings.credit
+        self._credit, self._rule = settings.credit, settings.rule
         self._value_and_grad = value_and_grad(model, loss, settings.credit, reduction, settings.rule)
         self._reduction: Reduction = reduction
         self.__doc__ = loss.__doc__ or type(self).__doc__
@@ -186,6 +186,11 @@ class TrainStep:
     def _windows(self, state: TrainState, over: Any) -> tuple[TrainState, dict[str, Array]]:
         steps = jax.tree.leaves(over[0])[0].shape[0]
         length = min(self.window or steps, steps)
+        if isinstance(self._rule, BPTT) and length < steps:
+            raise ValueError(
+                f"BPTT goes through all {steps} time steps, `window={self.window}` would cut them: use `window=None`, "
+                'or the rule "tbptt".'
+            )
         whole = steps // length * length
         if self.meter is not None and (whole < steps or length != self.window):
             raise ValueError(
@@ -223,7 +228,11 @@ class TrainStep:
             is_leaf=is_online_state,
         )
         value, more = value if isinstance(value, tuple) else (value, {})
-        metrics = {"loss": value, "skipped": skipped, **(more if isinstance(more, dict) else {"metrics": more})}
+        metrics = {"loss": value, "skipped": skipped}
+        more = more if isinstance(more, dict) else {"metrics": more}
+        if taken := metrics.keys() & more.keys():
+            raise ValueError(f"The loss returns metrics that `train_step` has too: rename {', '.join(sorted(taken))}.")
+        metrics.update(more)
         meter = state.meter
         if self.meter is not None:
             meter, quality = self._read_meter(state, over, grads, window)

@@ -98,10 +98,10 @@ def value_and_grad(
     >>> params = optax.apply_updates(params, updates)
     """
     check_compiled(model, "value_and_grad")
-    check_credit(credit)
     if reduction not in ("sum", "mean"):
         raise ValueError(f'`reduction` is "sum" or "mean", got {reduction!r}.')
     chosen = None if rule is None else get_rule(rule)
+    check_credit(credit, chosen)
 
     def value_and_grad_of_window(
         params: Any,

@@ -131,13 +131,20 @@ def test_a_credit_that_does_not_exist():
 
 def test_random_feedback_needs_step_credit_and_a_window_that_knows_it():
     rule = braintrace.rules.EProp(feedback="random")
-    refused(lambda: braintrace.online_grad(small.model(), rule=rule), "Random feedback", 'credit="step")`')
+    refused(lambda: braintrace.online_grad(small.model(), rule=rule), "Random feedback", '`credit="step"`')
     tx = braintrace.online_grad(small.model(), rule=rule, credit="step")
     refused(
         lambda: update(tx, found(credit="step")[1:], PARAMS),
         "give `value_and_grad` the rule too",
         "rule=EProp(kappa=0.0, feedback='random', seed=0))`",
     )
+
+
+@pytest.mark.parametrize("rule", ["tbptt", "bptt"])
+def test_step_credit_without_traces(rule):
+    text = 'keeps no traces for each step\'s signal to act on: use `credit="window"`'
+    refused(lambda: braintrace.online_grad(small.model(), rule=rule, credit="step"), text)
+    refused(lambda: braintrace.value_and_grad(small.model(), small.loss, credit="step", rule=rule), text)
 
 
 def test_the_wrong_thing_for_a_window(window):
@@ -291,6 +298,19 @@ def test_a_state_from_nowhere(state):
     refused(lambda: step().lower(foreign, INPUTS, TARGETS), "`state.opt_state` is of another optimizer", right)
     narrow = jax.eval_shape(step(trace_dtype=jnp.bfloat16).init, jax.random.key(0))
     refused(lambda: step().lower(narrow, INPUTS, TARGETS), "of another optimizer", "dtype bfloat16", right)
+
+
+def test_windows_that_cut_back_propagation():
+    cut = step(rule="bptt")
+    state = jax.eval_shape(cut.init, jax.random.key(0))
+    refused(
+        lambda: cut.lower(state, INPUTS, TARGETS), "`window=2` would cut them", '`window=None`, or the rule "tbptt"'
+    )
+
+
+def test_metrics_with_names_that_are_taken(state):
+    twice = step(loss=lambda outputs, targets: (small.loss(outputs, targets), {"loss": jnp.zeros(())}))
+    refused(lambda: twice.lower(state, INPUTS, TARGETS), "metrics that `train_step` has too: rename loss")
 
 
 def test_a_step_checks_what_a_window_checks(state):

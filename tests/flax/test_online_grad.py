@@ -332,3 +332,6 @@ def test_a_module_with_examples_is_compiled_on_the_way():
     found = braintrace.online_grad(nn.SimpleCell(4), example).init({}).traces
     expected = braintrace.online_grad(braintrace.compile(nn.SimpleCell(4), example)).init({}).traces
     assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, expected)
+    tx = optax.chain(braintrace.online_grad(nn.SimpleCell(4), example), optax.sgd(0.1))
+    step = braintrace.train_step(nn.SimpleCell(4), tx)(small.loss)  # an equal module is the same
+    assert step.model.batch_size == 2
