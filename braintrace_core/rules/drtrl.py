@@ -76,49 +76,84 @@ class DRTRL(Rule):
         return {name: new[name] for name in traces}
 
     def gradient(self, traces: Traces, signal: Signal) -> OperandGradients:
-        plan = signal.plan
         found: OperandGradients = {}
-        for i, link in enumerate(plan.links):
-            group, now = plan.groups[link.group], signal.groups[link.group]
-            # One step back: to the stored trace through the waiting D, and to the operator through the waiting df.
-            at_trace = {
-                b: total([now[a] * traces[f"group{link.group}.D.{a}.{b}"] for a, c in group.entries if c == b])
-                for b in link.stored
-            }
-            at_result = total([times(link.at_operator(now[a]), traces[f"{link.name}.df.{a}"]) for a in link.moved])
-            x = traces.get(f"{link.name}.x")
-            operands = signal.operands[i]
-            gradients = operator_gradient(link.operator, operands, None if x is None else x[None], at_result[None])
-            if link.stored:
-                of_traces = link.traces(operands)
-                contracted = {
-                    name: total(
-                        [
-                            rule.contract(traces[f"{link.name}.{name}.{b}"], link.at_operator(at_trace[b]))
-                            for b in link.stored
-                        ]
-                    )
-                    for name, rule in of_traces.rules.items()
-                }
-                for key, value in of_traces.to_operands(contracted).items():
-                    if key in gradients:
-                        gradients[key] = gradients[key] + value.astype(gradients[key].dtype)
-            found.update({f"{link.name}.{key}": value for key, value in gradients.items()})
+        for i in range(len(signal.plan.links)):
+            found.update(_link_gradient(traces, signal, i))
         return found
 
+    def gradient_and_advance(
+        self, traces: Traces, signal: Signal, factors: WindowFactors
+    ) -> tuple[OperandGradients, Traces]:
+        new = self.advance(traces, factors)
+        return self._gradient_around(traces, new, signal, factors), new
+
     def step_gradient(self, traces: Traces, factors: WindowFactors, signals: Signal) -> OperandGradients:
+        return self.step_gradient_and_advance(traces, factors, signals)[0]
+
+    def step_gradient_and_advance(
+        self, traces: Traces, factors: WindowFactors, signals: Signal
+    ) -> tuple[OperandGradients, Traces]:
         plan = factors.plan
+        new = self.advance(traces, factors)
         credits, before = zip(
             *(carry_back(group, factors.D[g], signals.groups[g]) for g, group in enumerate(plan.groups)), strict=True
         )
-        found = self.gradient(traces, Signal(tuple(before), factors.operands, plan))
+        found = self._gradient_around(traces, new, Signal(tuple(before), factors.operands, plan), factors)
         for i, link in enumerate(plan.links):
             credit = credits[link.group]
             at_result = total([times(link.at_operator(credit[a]), factors.df[i][a]) for a in link.moved])
             inside = operator_gradient(link.operator, factors.operands[i], factors.x[i], at_result)
             for key, value in inside.items():
                 found[f"{link.name}.{key}"] = found[f"{link.name}.{key}"] + value
+        return found, new
+
+    def _gradient_around(self, traces: Traces, new: Traces, signal: Signal, factors: WindowFactors) -> OperandGradients:
+        """The gradient for a signal at the window's start, from the traces before it or after it.
+
+        After a window of one step the stored trace, which lags by one, is that of the window's start. Where every
+        component is stored it is all that the signal needs; read after it is written, it need not be copied.
+        """
+        found: OperandGradients = {}
+        for i, link in enumerate(signal.plan.links):
+            if factors.sizes[0] == 1 and link.stored == link.reached:
+                now = {a: signal.groups[link.group][a] for a in link.stored}
+                contracted = _contract(link, new, now, signal.operands[i])
+                found.update({f"{link.name}.{key}": value for key, value in contracted.items()})
+            else:
+                found.update(_link_gradient(traces, signal, i))
         return found
+
+
+def _link_gradient(traces: Traces, signal: Signal, i: int) -> OperandGradients:
+    """What a signal says about the operands of one link."""
+    link = signal.plan.links[i]
+    group, now, operands = signal.plan.groups[link.group], signal.groups[link.group], signal.operands[i]
+    # One step back: to the stored trace through the waiting D, and to the operator through the waiting df.
+    at_trace = {
+        b: total([now[a] * traces[f"group{link.group}.D.{a}.{b}"] for a, c in group.entries if c == b])
+        for b in link.stored
+    }
+    at_result = total([times(link.at_operator(now[a]), traces[f"{link.name}.df.{a}"]) for a in link.moved])
+    x = traces.get(f"{link.name}.x")
+    gradients = operator_gradient(link.operator, operands, None if x is None else x[None], at_result[None])
+    if link.stored:
+        for key, value in _contract(link, traces, at_trace, operands).items():
+            if key in gradients:
+                gradients[key] = gradients[key] + value.astype(gradients[key].dtype)
+    return {f"{link.name}.{key}": value for key, value in gradients.items()}
+
+
+def _contract(link: Link, traces: Traces, signal: Mapping[int, Array], operands: Sequence[Any]) -> dict[str, Array]:
+    """Stored traces of a link contracted with a signal for each stored component, by operand."""
+    of_traces = link.traces(operands)
+    contracted = {
+        name: total(
+            [rule.contract(traces[f"{link.name}.{name}.{b}"], link.at_operator(signal[b])) for b in link.stored]
+        )
+        for name, rule in of_traces.rules.items()
+    }
+    found = of_traces.to_operands(contracted)
+    return {key: value for key, value in found.items() if key in link.operator.operands}
 
 
 def carry_back(

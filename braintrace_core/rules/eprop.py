@@ -54,6 +54,11 @@ class EProp(Rule):
     def step_gradient(self, traces: Traces, factors: WindowFactors, signals: Signal) -> OperandGradients:
         return DRTRL().step_gradient(traces, self._factors(factors), self._signal(signals))
 
+    def step_gradient_and_advance(
+        self, traces: Traces, factors: WindowFactors, signals: Signal
+    ) -> tuple[OperandGradients, Traces]:
+        return DRTRL().step_gradient_and_advance(traces, self._factors(factors), self._signal(signals))
+
     def _plan(self, plan: RulePlan) -> RulePlan:
         return plan.with_filter if self.kappa else plan
 

@@ -240,11 +240,12 @@ def past_gradient(
         found, traces = with_future(plan, rule, traces, frontier, record, present, initial)
     factors = window_factors(plan, frontier, record)
     if credit == "window":
-        more = rule.gradient(traces, signal_of_states(plan, present.signal, factors.operands))
+        signal = signal_of_states(plan, present.signal, factors.operands)
+        more, new = rule.gradient_and_advance(traces, signal, factors)
     else:
-        more = rule.step_gradient(traces, factors, Signal(present.signal, factors.operands, plan))
-    gradients = program.parameter_gradients(parameters, add_operand_gradients(plan, found, more))
-    return gradients, rule.advance(traces, factors)
+        signals = Signal(present.signal, factors.operands, plan)
+        more, new = rule.step_gradient_and_advance(traces, factors, signals)
+    return program.parameter_gradients(parameters, add_operand_gradients(plan, found, more)), new
 
 
 def random_feedback(plan: RulePlan, rule: Rule | None, frontier: Mapping[Var, Any]) -> dict[int, Any]:

@@ -9,9 +9,9 @@ counts time steps since the sequence began. Memory for each example is that of a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,29 +67,34 @@ class PPProp(Rule):
         return traces
 
     def advance(self, traces: Traces, factors: WindowFactors) -> Traces:
-        every = self._every_step(traces, factors)
-        return {name: every[name][-1].astype(value.dtype) for name, value in traces.items()}
+        return self._over_window(traces, factors, None)[0]
 
     def gradient(self, traces: Traces, signal: Signal) -> OperandGradients:
-        every = jax.tree.map(lambda value: value[None], traces)
-        signals = Signal(jax.tree.map(lambda value: value[None], signal.groups), signal.operands, signal.plan)
-        return self._gradient(every, signals)
+        seen = jax.tree.map(lambda value: value[None], self._seen(traces, signal.groups, signal.plan))
+        return _gradient(seen, signal)
 
     def step_gradient(self, traces: Traces, factors: WindowFactors, signals: Signal) -> OperandGradients:
-        return self._gradient(self._every_step(traces, factors), signals)
+        return self.step_gradient_and_advance(traces, factors, signals)[0]
 
-    def _every_step(self, traces: Traces, factors: WindowFactors) -> Traces:
-        """The traces after each step of a window, ``(time, batch, ...)``, not yet rounded to how they are stored."""
+    def step_gradient_and_advance(
+        self, traces: Traces, factors: WindowFactors, signals: Signal
+    ) -> tuple[OperandGradients, Traces]:
+        new, seen = self._over_window(traces, factors, signals)
+        return _gradient(seen, signals), new
+
+    def _over_window(
+        self, traces: Traces, factors: WindowFactors, signals: Signal | None
+    ) -> tuple[Traces, _Seen | None]:
+        """The traces after a window and, for signals, what each step sees; rounded once, at the end."""
         plan, (keep_x, keep_f) = factors.plan, self.decays
-        traces = {name: value if name == "steps" else _widened(value) for name, value in traces.items()}
         inputs = {
             input_name(plan, link): encoded_input(link.operator, factors.x[i])
             for i, link in enumerate(plan.links)
             if link.operator.x is not None
         }
 
-        def step(old: Traces, now: Any) -> tuple[Traces, Traces]:
-            inputs, df, between, reset = now
+        def step(old: Traces, now: Any) -> tuple[Traces, _Seen | None]:
+            inputs, df, between, reset, signal = now
             old = old if reset is None else {name: _clear(value, reset) for name, value in old.items()}
             new: Traces = {"steps": old["steps"] + 1}
             for name, x in inputs.items():
@@ -97,28 +102,46 @@ class PPProp(Rule):
             for i, link in enumerate(plan.links):
                 new.update(_respond(link, old, df[i], between[link.group], keep_f, plan))
             new = {name: new[name] for name in old}
-            return new, new
+            return new, None if signal is None else self._seen(new, signal, plan)
 
-        over = (inputs, factors.df, factors.D, factors.record.reset)
+        wide = {name: value if name == "steps" else _widened(value) for name, value in traces.items()}
+        over = (inputs, factors.df, factors.D, factors.record.reset, None if signals is None else signals.groups)
         if factors.sizes[0] == 1:
-            _, new = step(traces, jax.tree.map(lambda value: value[0], over))
-            return {name: value[None] for name, value in new.items()}
-        return lax.scan(step, traces, over)[1]
+            new, seen = step(wide, jax.tree.map(lambda value: value[0], over))
+            seen = jax.tree.map(lambda value: value[None], seen)
+        else:
+            new, seen = lax.scan(step, wide, over)
+        return {name: new[name].astype(value.dtype) for name, value in traces.items()}, seen
 
-    def _gradient(self, every: Traces, signals: Signal) -> OperandGradients:
-        plan, (_, keep_f) = signals.plan, self.decays
-        weight = _unbias(every["steps"], keep_f)
-        found: OperandGradients = {}
-        for i, link in enumerate(plan.links):
-            now = signals.groups[link.group]
-            dtype = link.operator.y.aval.dtype
-            responses = [times(link.at_operator(now[a]), every[f"{link.name}.f.{a}"]) for a in link.reached]
-            cotangent = total(responses).astype(dtype)
-            cotangent = cotangent * _spread(weight, cotangent).astype(cotangent.dtype)
-            x = None if link.operator.x is None else every[input_name(plan, link)]
-            for key, value in encoded_gradient(link.operator, signals.operands[i], x, cotangent).items():
-                found[f"{link.name}.{key}"] = value
-        return found
+    def _seen(self, traces: Traces, signal: Sequence[Sequence[Array]], plan: RulePlan) -> _Seen:
+        """What a signal sees at one moment: each link's input, and its result's cotangent."""
+        weight = _unbias(traces["steps"], self.decays[1])
+        inputs, cotangents = {}, []
+        for link in plan.links:
+            now = signal[link.group]
+            found = total([times(link.at_operator(now[a]), traces[f"{link.name}.f.{a}"]) for a in link.reached])
+            found = found.astype(link.operator.y.aval.dtype)
+            cotangents.append(found * _spread(weight, found).astype(found.dtype))
+            if link.operator.x is not None:
+                inputs[input_name(plan, link)] = traces[input_name(plan, link)]
+        return _Seen(inputs, cotangents)
+
+
+class _Seen(NamedTuple):
+    """Traces of inputs by name, and for each link the cotangent of its result."""
+
+    inputs: dict[str, Array]
+    cotangents: list[Array]
+
+
+def _gradient(seen: _Seen, signal: Signal) -> OperandGradients:
+    """One product over all steps, for each link."""
+    found: OperandGradients = {}
+    for i, link in enumerate(signal.plan.links):
+        x = None if link.operator.x is None else seen.inputs[input_name(signal.plan, link)]
+        for key, value in encoded_gradient(link.operator, signal.operands[i], x, seen.cotangents[i]).items():
+            found[f"{link.name}.{key}"] = value
+    return found
 
 
 def input_name(plan: RulePlan, link: Link) -> str:

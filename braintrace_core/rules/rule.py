@@ -72,6 +72,12 @@ class Rule(ABC):
     def gradient(self, traces: Traces, signal: Signal) -> OperandGradients:
         """What a signal at this moment says about the operands, through everything before it."""
 
+    def gradient_and_advance(
+        self, traces: Traces, signal: Signal, factors: WindowFactors
+    ) -> tuple[OperandGradients, Traces]:
+        """``(gradient(traces, signal), advance(traces, factors))``; a rule may have a faster way to both."""
+        return self.gradient(traces, signal), self.advance(traces, factors)
+
     def step_gradient(self, traces: Traces, factors: WindowFactors, signals: Signal) -> OperandGradients:
         """The sum over a window of each step's signal times the traces after that step.
 
@@ -88,6 +94,12 @@ class Rule(ABC):
 
         _, found = lax.scan(step, traces, (factors.moving, signals.groups))
         return jax.tree.map(lambda gradient: gradient.sum(0), found)
+
+    def step_gradient_and_advance(
+        self, traces: Traces, factors: WindowFactors, signals: Signal
+    ) -> tuple[OperandGradients, Traces]:
+        """``(step_gradient(traces, factors, signals), advance(traces, factors))``; a rule may have a faster way."""
+        return self.step_gradient(traces, factors, signals), self.advance(traces, factors)
 
     def bytes(self, graph: ETraceGraph | RulePlan, batch_size: int, dtype: Any = None) -> int:
         """The memory that the traces of a batch take."""
