@@ -34,6 +34,19 @@ def test_one_argument_goes_by_those_who_know_it_not():
     small.assert_same(updates, by_hand.update(grads, by_hand.init(params), params)[0])  # no past yet
 
 
+def test_carry_gradient_inputs_and_resets_are_all_it_needs():
+    """What else a window brings only saves time."""
+    inputs, targets = small.data(2, seed=3)
+    reset = jnp.zeros((2, small.BATCH), bool).at[1, 0].set(True)
+    params, state, carry = small.params_of(), small.updates_of(small.online())[1], small.seen()[-1][1].next_carry
+    run = jax.jit(braintrace.value_and_grad(small.model(), small.loss))
+    _, grads, window = run(params, carry, inputs, targets, reset)
+    bare = braintrace.Window(window.carry, window.carry_grad, inputs, reset)
+    expected, found = (small.online().update(grads, state, params, online=online) for online in (window, bare))
+    small.assert_same(found, expected)
+    assert small.differs(found[0], grads)
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -150,7 +163,8 @@ def test_updates_have_the_dtype_of_parameters_and_traces_their_own():
     @jax.jit
     def update(carry, state):
         (_, carry), grads, window = braintrace.value_and_grad(model, small.loss)(params, carry, inputs, targets)
-        return carry, *tx.update(grads, state, params, online=window)
+        wider = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        return carry, *tx.update(wider, state, params, online=window)
 
     carry, updates, state = update(model.initial_carry(), tx.init(params))
     carry, updates, state = update(carry, state)

@@ -227,7 +227,7 @@ def _step_with_offset(params, carry, x):
     return carry, out + x[1]
 
 
-def test_sequences_of_different_lengths(still):
+def test_sequences_of_different_lengths():
     """What stands behind a sequence's end does not matter, and windows without an example left give no loss."""
     step = make(donate=False)
     inputs, targets = small.data(6)
