@@ -8,7 +8,13 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-__all__ = ["on_any_mesh", "sharding_of"]
+__all__ = ["is_explicit", "on_any_mesh", "sharding_of"]
+
+
+def is_explicit() -> bool:
+    """Whether the mesh in use, if any, has Explicit axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and AxisType.Explicit in mesh.axis_types
 
 
 def on_any_mesh(function: Callable[..., Any], *args: Any, results: Callable[[], Any]) -> Any:
@@ -19,8 +25,7 @@ def on_any_mesh(function: Callable[..., Any], *args: Any, results: Callable[[], 
       *args: its arguments.
       results: gives the shardings of its results, in their structure or a prefix of it; asked on an Explicit mesh only.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or AxisType.Explicit not in mesh.axis_types:
+    if not is_explicit():
         return function(*args)
     return jax.sharding.auto_axes(function, out_sharding=results())(*args)
 

@@ -12,6 +12,7 @@ from jax import Array
 from braintrace_core.rules import EProp, Rule, Traces, get_rule, past_gradient
 
 from .checks import check_credit
+from .explicit import on_any_mesh, sharding_of
 from .model import Model, compile
 from .window import Credit, Window, as_present
 
@@ -62,11 +63,13 @@ class OnlineGradState(NamedTuple):
     Attributes:
       traces: eligibility traces by name, ``path/of/param@relation...``; the batch is the first axis of each.
       skipped: how many windows were left out because they were not finite.
+      broken: whether the traces themselves have become infinite, and start anew with the next window.
       settings: the rule; not an array.
     """
 
     traces: Traces
     skipped: Array
+    broken: Array
     settings: Settings
 
     def __repr__(self) -> str:
@@ -118,7 +121,7 @@ def online_grad(
     def init(params: Any) -> OnlineGradState:
         del params  # shapes come from the compiled graph: Optax calls this with placeholders too
         traces = chosen.init(compiled.plan, compiled.examples, trace_dtype)
-        return OnlineGradState(traces, jnp.zeros((), jnp.int32), settings)
+        return OnlineGradState(traces, jnp.zeros((), jnp.int32), jnp.zeros((), bool), settings)
 
     def update(
         updates: Any, state: OnlineGradState, params: Any = None, *, online: Any = None, **extra: Any
@@ -128,24 +131,26 @@ def online_grad(
         parameters, gradients = compiled.param_leaves(params), jax.tree.leaves(updates)
         if [g.shape for g in gradients] != [p.shape for p in parameters]:
             raise ValueError(f"The gradients are not those of these `params`: call {_RIGHT_CALL}.")
+        return on_any_mesh(with_past, updates, state, params, online, results=lambda: sharding_of((updates, state)))
+
+    def with_past(updates: Any, state: OnlineGradState, params: Any, online: Window) -> tuple[Any, OnlineGradState]:
+        parameters, gradients = compiled.param_leaves(params), jax.tree.leaves(updates)
         present = as_present(compiled, online)
         start = None if online.reset is None else compiled.initial_leaves()
+        traces = {n: jnp.where(state.broken, _cleared(n, trace), trace) for n, trace in state.traces.items()}
         fine = _all_finite([gradients, present.signal, present.after, present.inputs])
-        traces = state.traces
         more, advanced = past_gradient(compiled.plan, chosen, parameters, traces, present, start, credit)
-        # Where the past alone is not finite, the traces themselves are broken: they start anew.
+        # Where the past alone is not finite the traces are broken. They start anew with the next window: to decide it
+        # now would keep two copies of them.
         fine_past = _all_finite([more])
         keep = fine & fine_past
         new = [
             jnp.where(keep, _frozen_to_zero(i, g + m.astype(g.dtype)), jnp.zeros_like(g)).astype(p.dtype)
             for i, (g, m, p) in enumerate(zip(gradients, more, parameters, strict=True))
         ]
-        kept = {
-            name: jnp.where(keep, advanced[name], jnp.where(fine_past | ~fine, trace, _cleared(name, trace)))
-            for name, trace in traces.items()
-        }
+        kept = {name: jnp.where(fine, advanced[name], trace) for name, trace in traces.items()}
         skipped = state.skipped + jnp.where(keep, 0, 1).astype(jnp.int32)
-        return compiled.as_params(new, updates), OnlineGradState(kept, skipped, state.settings)
+        return compiled.as_params(new, updates), OnlineGradState(kept, skipped, fine & ~fine_past, state.settings)
 
     def _frozen_to_zero(i: int, gradient: Array) -> Array:
         return jnp.zeros_like(gradient) if i in compiled.frozen_leaves else gradient
@@ -167,7 +172,8 @@ def reset_traces(opt_state: Any) -> Any:
     def clear(node: Any) -> Any:
         if not isinstance(node, OnlineGradState):
             return node
-        return node._replace(traces={name: _cleared(name, trace) for name, trace in node.traces.items()})
+        cleared = {name: _cleared(name, trace) for name, trace in node.traces.items()}
+        return node._replace(traces=cleared, broken=jnp.zeros_like(node.broken))
 
     found = [node for node in jax.tree.leaves(opt_state, is_leaf=is_online_state) if is_online_state(node)]
     if not found:

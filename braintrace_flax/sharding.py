@@ -85,7 +85,7 @@ def shardings(model_or_step: Any, mesh: Mesh, rules: Rules = (), batch_axes: Seq
             name: NamedSharding(mesh, _trace_spec(name, trace.shape, model, by_name, batch))
             for name, trace in shapes.traces.items()
         }
-        return OnlineGradState(traces, whole, shapes.settings)
+        return OnlineGradState(traces, whole, whole, shapes.settings)
 
     opt_state = jax.tree.map(place, abstract.opt_state, moments, is_leaf=is_online_state)
     return TrainState(whole, params, carry, opt_state, whole)

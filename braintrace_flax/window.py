@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 
 from braintrace_core.rules import PresentGradient, Rule, get_rule, step_gradient, window_gradient
 
@@ -22,6 +24,7 @@ from .checks import (
     check_time,
     split_inputs,
 )
+from .explicit import is_explicit, on_any_mesh, sharding_of
 from .model import Model
 
 __all__ = ["Credit", "Reduction", "Window", "as_present", "value_and_grad", "window_losses"]
@@ -112,16 +115,38 @@ def value_and_grad(
         mask: Any = None,
         modulator: Any = None,
     ) -> tuple[tuple[Any, Any], Any, Window]:
-        parameters, states = model.param_leaves(params), model.state_leaves(carry)
         steps = check_time(model, inputs)
         check_targets(targets, steps)
         check_reset(model, reset, steps)
         check_mask(model, mask, steps)
         check_modulator(model, modulator, steps, credit)
+        return on_any_mesh(
+            partial(of_arrays, keep_record=not is_explicit()),  # it would have to be gathered
+            params,
+            carry,
+            inputs,
+            targets,
+            reset,
+            mask,
+            modulator,
+            results=lambda: _shardings(model, params, carry, inputs, reset, credit, chosen),
+        )
+
+    def of_arrays(
+        params: Any,
+        carry: Any,
+        inputs: Any,
+        targets: Any,
+        reset: Any,
+        mask: Any,
+        modulator: Any,
+        *,
+        keep_record: bool,
+    ) -> tuple[tuple[Any, Any], Any, Window]:
+        parameters, states = model.param_leaves(params), model.state_leaves(carry)
 
         def of_window(window: Any) -> tuple[Array, Any]:
-            value, metrics = window_losses(loss, model.as_outputs(window.outputs), targets, mask, reduction)
-            return value, metrics
+            return window_losses(loss, model.as_outputs(window.outputs), targets, mask, reduction)
 
         where = (parameters, states, model.input_leaves(split_inputs(model, inputs)), model.reset_mask(reset))
         start = model.initial_leaves() if reset is not None else None
@@ -137,9 +162,31 @@ def value_and_grad(
         ]
         value = present.value if present.aux is None else (present.value, present.aux)
         window = as_window(model, present, carry, after, inputs, reset, credit, chosen)
+        if not keep_record:
+            window = replace(window, record=None)
         return (value, after), model.as_params(gradients, params), window
 
     return value_and_grad_of_window
+
+
+def _shardings(
+    model: Model, params: Any, carry: Any, inputs: Any, reset: Any, credit: Credit, rule: Rule | None
+) -> Any:
+    """Where the results of a window lie on an Explicit mesh: like the arguments that they belong to."""
+    like = sharding_of(carry)
+    signals = None
+    if credit == "step":
+        first = [sharding.spec[0] if sharding.spec else None for sharding in jax.tree.leaves(like)[:1]]
+        signals = PartitionSpec(None, *first)
+    carry_grad = None
+    if credit == "window":
+        leaves = [
+            sharding if jnp.issubdtype(leaf.dtype, jnp.inexact) else None
+            for sharding, leaf in zip(jax.tree.leaves(like), jax.tree.leaves(carry), strict=True)
+        ]
+        carry_grad = jax.tree.unflatten(jax.tree.structure(carry), leaves)
+    window = Window(like, carry_grad, sharding_of(inputs), sharding_of(reset), like, signals, None, credit, rule)
+    return (PartitionSpec(), like), sharding_of(params), window
 
 
 def as_window(

@@ -1,0 +1,199 @@
+"""Train states on meshes: the same numbers as on one device, and no communication of traces."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax.sharding import AxisType
+
+import braintrace_flax as braintrace
+
+BATCH, FEATURES, UNITS, OUTPUTS, STEPS, WINDOW = 8, 12, 16, 8, 8, 4
+RULES = [("kernel", (None, "model"))]
+MESHES = {"data": (8, 1), "model": (1, 8), "both": (4, 2)}
+
+
+class Net(nn.Module):
+    """A GRU with a linear readout."""
+
+    @nn.compact
+    def __call__(self, carry, x):
+        carry, y = nn.GRUCell(UNITS, param_dtype=jnp.float64, dtype=jnp.float64)(carry, x)
+        return carry, nn.Dense(OUTPUTS, param_dtype=jnp.float64, dtype=jnp.float64)(y)
+
+    def initialize_carry(self, key, shape):
+        return jnp.zeros((*shape[:-1], UNITS))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return braintrace.compile(Net(), jnp.zeros((BATCH, FEATURES)))
+
+
+def make(model, rule="d_rtrl"):
+    tx = optax.chain(braintrace.online_grad(model, rule=rule), optax.sgd(0.1, momentum=0.9))
+
+    @braintrace.train_step(model, tx, window=WINDOW)
+    def step(outputs, targets):
+        return jnp.mean((outputs - targets) ** 2)
+
+    return step
+
+
+def data():
+    draws = np.random.default_rng(0)
+    inputs, targets = draws.normal(size=(STEPS, BATCH, FEATURES)), draws.normal(size=(STEPS, BATCH, OUTPUTS))
+    return inputs, targets, draws.random((STEPS, BATCH)) < 0.1
+
+
+def mesh_of(shape, kind):
+    return jax.make_mesh(shape, ("data", "model"), axis_types=(kind, kind))
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    found = {}
+    for rule in ("d_rtrl", "pp_prop"):
+        step = make(model, rule)
+        found[rule], _ = step(step.init(jax.random.key(0)), *data())
+    return found
+
+
+CASES = [
+    ("d_rtrl", "data", AxisType.Auto),
+    ("d_rtrl", "model", AxisType.Auto),
+    ("d_rtrl", "both", AxisType.Auto),
+    ("d_rtrl", "both", AxisType.Explicit),
+    ("pp_prop", "both", AxisType.Auto),
+    ("pp_prop", "both", AxisType.Explicit),
+]
+
+
+@pytest.mark.parametrize(("rule", "name", "kind"), CASES)
+def test_the_same_numbers_as_on_one_device(model, alone, rule, name, kind):
+    mesh = mesh_of(MESHES[name], kind)
+    with jax.set_mesh(mesh):
+        step = make(model, rule).sharded(mesh, RULES)
+        state = step.init(jax.random.key(0))
+        given = jax.device_put(data(), braintrace.data_sharding(mesh))
+        before = jax.tree.map(lambda leaf: leaf.sharding, state)
+        compiled = step.lower(state, *given).compile()
+        state, _ = step(state, *given)
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == before
+    for mine, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(alone[rule]), strict=True):
+        if not jnp.issubdtype(mine.dtype, jax.dtypes.prng_key):
+            np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs), rtol=1e-9, atol=1e-12)
+    traces = optax.tree.get(state.opt_state, "traces")
+    weights = [t for n, t in traces.items() if ".weight." in n]
+    assert bool(weights) == (rule == "d_rtrl")
+    of_traces = {s[-2:] for t in weights for s in (t.shape, t.sharding.shard_shape(t.shape))}
+    moved = collectives(compiled.as_text())
+    assert moved, "nothing is communicated: is anything divided?"
+    assert not [shape for shape in moved if len(shape) > 2 and shape[-2:] in of_traces], "a collective on a trace"
+
+
+def collectives(text):
+    """The shape of each array that a collective moves."""
+    kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+    moved = []
+    for line in text.splitlines():
+        found = re.match(rf"\s*(?:ROOT )?\S+ = (.*?) (?:{kinds})(?:-start)?\(", line)
+        if found:
+            shapes = re.findall(r"\w+\[([\d,]*)\]", found.group(1))
+            moved += [tuple(int(n) for n in shape.split(",") if n) for shape in shapes]
+    return moved
+
+
+def test_traces_are_divided_like_carry_and_parameter(model):
+    mesh = mesh_of((4, 2), AxisType.Auto)
+    found = braintrace.shardings(make(model), mesh, RULES)
+    traces = optax.tree.get(found.opt_state, "OnlineGradState").traces
+    weights = {n: s.spec for n, s in traces.items() if ".weight." in n}
+    assert weights
+    assert set(weights.values()) == {jax.P("data", None, "model")}
+    assert found.params["GRUCell_0"]["hn"]["kernel"].spec == jax.P(None, "model")
+    assert found.carry.spec == jax.P("data")
+    moments = [s.spec for s in jax.tree.leaves(optax.tree.get(found.opt_state, "trace"))]
+    assert moments.count(jax.P(None, "model")) == 7
+
+
+def test_fully_sharded_parameters_do_not_divide_a_trace_twice(model, alone):
+    mesh = jax.make_mesh((4, 2), ("fsdp", "model"), axis_types=(AxisType.Auto,) * 2)
+    step = make(model).sharded(mesh, [("kernel", ("fsdp", "model"))])
+    specs = {
+        s.spec for n, s in optax.tree.get(step.shardings.opt_state, "OnlineGradState").traces.items() if ".weight." in n
+    }
+    assert specs == {jax.P("fsdp", None, "model")}
+    state, _ = step(step.init(jax.random.key(0)), *jax.device_put(data(), braintrace.data_sharding(mesh)))
+    for mine, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(alone["d_rtrl"].params), strict=True):
+        np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("credit", ["window", "step"])
+def test_a_loop_of_ones_own_on_an_explicit_mesh(model, credit):
+    tx = optax.chain(braintrace.online_grad(model, credit=credit), optax.sgd(0.1))
+    run = braintrace.value_and_grad(model, lambda o, t: jnp.mean((o - t) ** 2), credit=credit)
+
+    @jax.jit
+    def one(params, carry, opt_state, inputs, targets):
+        (_, carry), grads, window = run(params, carry, inputs, targets)
+        updates, opt_state = tx.update(grads, opt_state, params, online=window)
+        return optax.apply_updates(params, updates), carry, opt_state
+
+    params, carry = model.init(jax.random.key(0)), model.initial_carry()
+    opt_state = tx.init(params)
+    inputs, targets, _ = data()
+    expected = one(params, carry, opt_state, jnp.asarray(inputs), jnp.asarray(targets))
+    mesh = mesh_of((4, 2), AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        placed = braintrace.shardings(braintrace.train_step(model, tx)(lambda o, t: jnp.mean(o)), mesh, RULES)
+        state = jax.device_put((params, carry), (placed.params, placed.carry))
+        opt_state = jax.device_put(opt_state, placed.opt_state)
+        given = jax.device_put((inputs, targets), braintrace.data_sharding(mesh))
+        found = one(*state, opt_state, *given)
+        assert jax.tree.map(jax.typeof, found[2]) == jax.tree.map(jax.typeof, opt_state)
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("rules", "shape", "text"),
+    [
+        ([("kernel", (None, "modle"))], (4, 2), "names the axis 'modle'; the mesh has 'data', 'model'"),
+        ([("hn/kernel", (None, None, "model"))], (4, 2), "has more axes than"),
+        ([("bias", ("model", "data"))], (4, 2), "has more axes than"),
+        ([("Dense_0/bias", (("data", "model"),))], (4, 2), None),
+        (["kernel"], (4, 2), "A sharding rule is a pair"),
+    ],
+)
+def test_wrong_rules_are_refused(model, rules, shape, text):
+    mesh = mesh_of(shape, AxisType.Auto)
+    if text is None:
+        braintrace.shardings(make(model), mesh, rules)
+        return
+    with pytest.raises(ValueError, match=text):
+        braintrace.shardings(make(model), mesh, rules)
+
+
+def test_a_mesh_that_does_not_divide_is_refused():
+    cell = nn.SimpleCell(6, param_dtype=jnp.float64, dtype=jnp.float64)
+    model = braintrace.compile(cell, jnp.zeros((6, 3)))
+    mesh = mesh_of((4, 2), AxisType.Auto)
+    with pytest.raises(ValueError, match="A batch of 6 cannot be divided over data = 4 devices"):
+        braintrace.shardings(model, mesh)
+    with pytest.raises(ValueError, match=r"`h/kernel` of shape \(6, 6\) cannot be divided"):
+        braintrace.shardings(braintrace.compile(cell, jnp.zeros((8, 3))), mesh, [("h/kernel", ("data", None))])
+
+
+def test_traces_are_updated_in_place(model):
+    """All memory of the state is given to the new one, and no second copy of the traces is made."""
+    step = make(model)
+    state = step.init(jax.random.key(0))
+    compiled = step.lower(state, *map(jnp.asarray, data())).compile()
+    memory = compiled.memory_analysis()
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+    assert memory.alias_size_in_bytes >= size
