@@ -196,6 +196,8 @@ def compile(
     one_carry, batch_carry = _both_carries(carry, batch_size)
     per_example, error = _try(model, one, params, one_carry)
     whole, _ = _try(model, inputs, params, batch_carry)
+    if whole is not None and not _keeps_its_shapes(whole, inputs):
+        whole = None  # states of one example were broadcast against the batch
     if per_example is not None and (whole is None or _agree(per_example, whole, one, inputs, batch_size)):
         if carry is not None and batch_carry is carry:
             per_example = _with_carry(per_example, carry)
@@ -219,8 +221,9 @@ def _finish(
     lost = [names[i] for i in parameters_without_gradient(graph) if i not in not_trained]
     if lost:
         raise CompilationError(
-            f"No gradient can ever reach {', '.join(lost)}: the step's outputs do not depend on it. Use it in the "
-            f"step, or say that it is meant: `compile(..., frozen={lost!r})`."
+            f"No gradient can ever reach {', '.join(lost)}: the step's outputs do not depend on it, or only through "
+            f"what has no derivative (`stop_gradient`, rounding). Use it, or say that it is meant: "
+            f"`compile(..., frozen={lost!r})`."
         )
     several = batch_size is not None and not is_batched
 
@@ -291,6 +294,11 @@ def _try(model: Any, inputs: Any, params: Any, carry: Any) -> tuple[Step | None,
     return step, None
 
 
+def _keeps_its_shapes(step: Step, inputs: Any) -> bool:
+    _, before, after, _ = step.shapes(*inputs)
+    return [shape for shape, _ in _shapes(before)] == [shape for shape, _ in _shapes(after)]
+
+
 def _agree(one: Step, whole: Step, one_inputs: Any, inputs: Any, batch_size: int) -> bool:
     """Whether the step of a batch is that of each example."""
     params, carry, _, _ = one.shapes(*one_inputs)
@@ -305,7 +313,8 @@ def _agree(one: Step, whole: Step, one_inputs: Any, inputs: Any, batch_size: int
         return False
     hidden = [jax.tree.leaves(step.hidden) for step in (one, whole)]
     for mine, theirs, is_hidden in zip(_shapes(each[0]), _shapes(together[0]), hidden[1], strict=False):
-        if mine != theirs and (is_hidden or not one.random):
+        is_random = one.random and not is_hidden and not jnp.issubdtype(theirs[1], jnp.inexact)
+        if mine != theirs and not is_random:  # keys and their counts: one for each example, or one for the batch
             return False
     if len(_shapes(each[0])) != len(_shapes(together[0])):
         return False

@@ -7,12 +7,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from braintrace_core import ETraceGraph
+from braintrace_core.compiler.primitive_kinds import FLAT
 
 __all__ = ["parameters_without_gradient"]
 
 
 def parameters_without_gradient(graph: ETraceGraph) -> list[int]:
-    """Indices of the parameters that no output depends on, now or through the states at any later step."""
+    """Indices of the parameters that no output has a derivative to, now or through the states at any later step."""
     minfo = graph.module_info
     jaxpr, count = minfo.jaxpr, minfo.num_var_out
     before = jaxpr.invars[len(minfo.input_invars) :]
@@ -20,7 +21,7 @@ def parameters_without_gradient(graph: ETraceGraph) -> list[int]:
     needed: set[Any] = {v for v in jaxpr.outvars[:count] if _has_derivative(v)}
     while True:
         for eqn in reversed(jaxpr.eqns):
-            if any(_is_variable(v) and v in needed for v in eqn.outvars):
+            if eqn.primitive.name not in FLAT and any(_is_variable(v) and v in needed for v in eqn.outvars):
                 needed.update(v for v in eqn.invars if _is_variable(v) and _has_derivative(v))
         more = {after for v, after in states.items() if v in needed and _is_variable(after)} - needed
         if not more:

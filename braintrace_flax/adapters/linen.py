@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import Scope, init, unfreeze
 
-from .step import Parts, Step
+from braintrace_core._compat import CALLS, inner_call, open_jaxpr
+
+from .step import Parts, Step, check_arguments
 
 __all__ = ["adapt_linen"]
 
@@ -24,6 +26,7 @@ def adapt_linen(module: nn.Module, inputs: Any, params: Any, carry: Any) -> Step
     without it, hidden state is what the module keeps in its mutable collections.
     """
     has_carry = carry is not None or hasattr(module, "initialize_carry")
+    check_arguments(module, inputs, has_carry)
 
     def first_carry(key: Any) -> Any:
         if carry is not None:
@@ -47,7 +50,9 @@ def adapt_linen(module: nn.Module, inputs: Any, params: Any, carry: Any) -> Step
             module.clone(parent=scope, _deep_clone=True)(*arguments)
 
         _, variables = init(run, mutable=nn.DenyList("intermediates"))({"params": keys[0], "dropout": keys[1]})
-        return _before_any_step(unfreeze(variables), initial), first
+        variables = unfreeze(variables)
+        _check_known({} if has_carry else variables, initial)
+        return _before_any_step(variables, initial), first
 
     def initial_variables(key: Any) -> Any:
         variables, _ = first_values(key)
@@ -129,10 +134,25 @@ def _record(scope: Any, initial: dict[Any, Any]) -> None:
     scope.initial = initial
 
 
+def _check_known(variables: Any, initial: dict[Any, Any]) -> None:
+    """Raise if a hidden state's first value was not seen: lifted transformations make scopes of their own."""
+    memory = {name: tree for name, tree in variables.items() if name != "params" and name not in NOT_HIDDEN}
+    lost = [path for keys, _ in jax.tree_util.tree_leaves_with_path(memory) if (path := _path(keys)) not in initial]
+    if lost:
+        raise ValueError(
+            f"The hidden state {', '.join('/'.join(map(str, path)) for path in lost)} is made inside a lifted "
+            "transformation (`nn.remat`, `nn.jit`, ...), where its value before the first step cannot be known. Keep "
+            "the variable outside and transform what is computed from it, or use the carry protocol."
+        )
+
+
+def _path(keys: Any) -> tuple[Any, ...]:
+    return tuple(getattr(key, "key", getattr(key, "idx", None)) for key in keys)
+
+
 def _before_any_step(variables: Any, initial: dict[Any, Any]) -> Any:
     def value(keys: Any, leaf: Any) -> Any:
-        path = tuple(getattr(key, "key", getattr(key, "idx", None)) for key in keys)
-        return initial.get(path, leaf)
+        return initial.get(_path(keys), leaf)
 
     kept = {name: tree for name, tree in variables.items() if name != "params"}
     return {**jax.tree_util.tree_map_with_path(value, kept), "params": nn.meta.unbox(variables.get("params", {}))}
@@ -140,15 +160,30 @@ def _before_any_step(variables: Any, initial: dict[Any, Any]) -> Any:
 
 def _uses_key(function: Any) -> bool:
     """Whether the result of ``function(key)`` depends on the key, or cannot be had without one."""
-    from braintrace_core._compat import open_jaxpr
-
     closed = jax.make_jaxpr(lambda data: jax.tree.leaves(function(jax.random.wrap_key_data(data))))(
         jnp.zeros((2,), jnp.uint32)
     )
     jaxpr, _ = open_jaxpr(closed)
     (data,) = jaxpr.invars
-    wrapped = {v for eqn in jaxpr.eqns if data in eqn.invars for v in eqn.outvars}
-    return any(v in wrapped for eqn in jaxpr.eqns for v in eqn.invars if not hasattr(v, "val"))
+    (wrap,) = (eqn for eqn in jaxpr.eqns if data in _variables(eqn))
+    return _is_read(jaxpr, wrap.outvars[0])
+
+
+def _is_read(jaxpr: Any, variable: Any) -> bool:
+    """Whether an equation takes the variable; to hand it on to an inner function that does not is nothing."""
+    for eqn in jaxpr.eqns:
+        if variable not in _variables(eqn):
+            continue
+        if eqn.primitive.name not in CALLS:
+            return True
+        inner, _ = open_jaxpr(inner_call(eqn))
+        if any(v is variable and _is_read(inner, inside) for v, inside in zip(eqn.invars, inner.invars, strict=True)):
+            return True
+    return False
+
+
+def _variables(eqn: Any) -> list[Any]:
+    return [v for v in eqn.invars if not hasattr(v, "val")]
 
 
 def _zeros(shapes: Any) -> Any:

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .step import Parts, Step
+from ..checks import check_tree
+from .step import Parts, Step, check_arguments
 
 __all__ = ["Hidden", "adapt_nnx"]
 
@@ -40,8 +41,9 @@ def adapt_nnx(module: nnx.Module, inputs: Any, params: Any, carry: Any) -> Step:
     graph, (own, memory, others) = _split(module)
     has_hidden = bool(jax.tree.leaves(memory))
     has_carry = carry is not None or (hasattr(module, "initialize_carry") and not has_hidden)
+    check_arguments(module, inputs, has_carry)
     if params is not None:
-        own = jax.tree.unflatten(jax.tree.structure(own), jax.tree.leaves(params))
+        own = jax.tree.unflatten(jax.tree.structure(own), check_tree("params", params, own))
     names = [
         *(["carry"] if has_carry else []),
         *(["hidden"] if has_hidden else []),

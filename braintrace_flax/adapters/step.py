@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Parts", "Step", "shape_of"]
+__all__ = ["Parts", "Step", "check_arguments", "shape_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +61,20 @@ class Parts:
     def split(self, carry: Any) -> dict[str, Any]:
         """The parts of a carry."""
         return {self.names[0]: carry} if len(self.names) == 1 else dict(carry)
+
+
+def check_arguments(module: Any, inputs: Any, has_carry: bool) -> None:
+    """Raise if a module's call wants a carry that nobody has given."""
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    wanted = [p for p in inspect.signature(module.__call__).parameters.values() if p.kind in kinds]
+    needed = [p.name for p in wanted if p.default is inspect.Parameter.empty]
+    if not has_carry and len(needed) == len(inputs) + 1:
+        name = type(module).__name__
+        raise ValueError(
+            f"`{name}` is called with ({', '.join(needed)}), and there {'is' if len(inputs) == 1 else 'are'} "
+            f"{len(inputs)} of `example_inputs`. If `{needed[0]}` is the carry, say what it starts from: "
+            f"`compile({name}(...), example_input, carry=...)`; or give the module an `initialize_carry`."
+        )
 
 
 def shape_of(value: Any) -> jax.ShapeDtypeStruct:
