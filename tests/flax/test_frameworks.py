@@ -63,7 +63,7 @@ class Function:
 class LinenNet(linen.Module):
     @linen.compact
     def __call__(self, carry, x):
-        carry, h = linen.LSTMCell(UNITS, name="cell", **DOUBLE)(carry, x)
+        carry, h = linen.OptimizedLSTMCell(UNITS, name="cell", **DOUBLE)(carry, x)
         return carry, linen.Dense(CLASSES, name="out", **DOUBLE)(h)
 
 
@@ -73,7 +73,7 @@ class Linen:
         cell = {f"i{gate}": {"kernel": wi[k]} for k, gate in enumerate(GATES)}
         cell |= {f"h{gate}": {"kernel": wh[k], "bias": b[k]} for k, gate in enumerate(GATES)}
         params = {"cell": cell, "out": {"kernel": p["w"], "bias": p["c"]}}
-        carry = linen.LSTMCell(UNITS, **DOUBLE).initialize_carry(jax.random.key(0), EXAMPLE.shape)
+        carry = linen.OptimizedLSTMCell(UNITS, **DOUBLE).initialize_carry(jax.random.key(0), EXAMPLE.shape)
         return braintrace.compile(LinenNet(), EXAMPLE, params=params, carry=carry)
 
     def back(self, params):

@@ -17,7 +17,7 @@ from tests.flax import zoo
 
 SEEDS = 0, 1, 2
 CELLS = [(framework, cell) for framework, (cells, _) in zoo.FRAMEWORKS.items() for cell in cells]
-STACKED = [("linen", "LSTMCell"), ("nnx", "GRUCell"), ("brainstate", "GRUCell")]
+STACKED = [("linen", "LSTMCell"), ("nnx", "GRUCell"), ("brainstate", "ValinaRNNCell")]
 UNIT_WISE = {"LRUCell"}
 
 
@@ -81,4 +81,5 @@ def test_two_layers_with_a_readout(framework, cell):
     zoo.assert_same(found, truths[0])
     results = every_parameter_learns(model, "d_rtrl", 4, sets)
     assert closer_than_truncated(results, truths)
-    every_parameter_learns(model, "pp_prop", 4, sets[:1])
+    if framework == "linen":
+        every_parameter_learns(model, "pp_prop", 4, sets[:1])
