@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
-from .fingerprint import is_key
-from .manifest import Manifest, named_leaves
+from .manifest import Manifest, begin_manifest
 from .preemption import Preemption, preemption
 from .restoring import (
     CheckpointDamaged,
@@ -29,6 +28,8 @@ from .train_step import TrainStep
 __all__ = ["CheckpointDamaged", "CheckpointError", "CheckpointMismatch", "Checkpoints", "Restored"]
 
 _DELETED = ".deleted"
+# Up to this many bytes a state is copied on its devices, and training need not wait for anything else.
+_SMALL = 2**28
 
 
 class Restored(NamedTuple):
@@ -141,8 +142,9 @@ class Checkpoints:
     ) -> bool:
         """Save the state, if it is time to; whether it was.
 
-        Only copying takes place at once, after which the state may be donated; files are written meanwhile. An error of
-        writing is raised by the next call of ``save``, :meth:`wait` or :meth:`close`.
+        Only copying takes place at once (on the devices for a small state, else to the host), after which the state may
+        be donated; files are written meanwhile. An error of writing is raised by the next call of ``save``,
+        :meth:`wait` or :meth:`close`.
 
         Args:
           state: of the train step.
@@ -160,21 +162,19 @@ class Checkpoints:
                 "ones would displace them. Go on with `restore`, or take another directory."
             )
         self.wait()
-        number, manifest = self._count, Manifest.of(state, data, self.config, metrics)
-        arrays = {
-            name: jax.random.key_data(leaf) if is_key(leaf) else leaf for name, leaf in named_leaves(state).items()
-        }
+        copy = jax.process_count() == 1 and sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(state)) <= _SMALL
+        number, (arrays, manifest) = self._count, begin_manifest(state, data, self.config, metrics, copy=copy)
         try:
             self._clean()
             finish = begin_writing(
                 self.directory / str(number),
                 {name: array for name, array in arrays.items() if array.size},
-                manifest.encode(),
+                lambda: manifest().encode(),
+                in_thread=copy,
             )
         except Exception as error:
             raise self._not_written(number, error) from error
         self._pending = number, finish
-        self._scores[number] = self._score_of(manifest)
         if stop:
             self.wait()  # there may be no other chance
         return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -19,7 +19,7 @@ from .checks import leaf_paths
 from .explicit import on_any_mesh
 from .online_grad import is_online_state
 
-__all__ = ["describe", "fingerprints", "is_key"]
+__all__ = ["begin_fingerprints", "describe", "fingerprints", "is_key"]
 
 
 def fingerprints(arrays: Sequence[Any]) -> list[int]:
@@ -34,27 +34,46 @@ def fingerprints(arrays: Sequence[Any]) -> list[int]:
     >>> first == same, first == moved, zero == negative
     (True, False, False)
     """
+    return begin_fingerprints(arrays, copy=False)[1]()
+
+
+def begin_fingerprints(arrays: Sequence[Any], *, copy: bool) -> tuple[list[Any], Callable[[], list[int]]]:
+    """The arrays, or copies of them, with keys as numbers; and a function that waits for their fingerprints.
+
+    All is begun, nothing is waited for: with copies the arrays may be donated at once.
+    """
     values = [array if isinstance(array, jax.Array) else jnp.asarray(array) for array in arrays]
     together: dict[Any, list[int]] = {}  # one program for what is on the same devices
     for i, value in enumerate(values):
         together.setdefault(frozenset(value.sharding.device_set), []).append(i)
-    found: dict[int, int] = {}
+    begun: list[tuple[list[int], Array]] = []
     for places in together.values():
         named = [s for i in places if isinstance(s := values[i].sharding, NamedSharding)]
-        mesh = named[0].mesh if named else None
-        numbers = np.asarray(_program(mesh)([values[i] for i in places]))
-        found.update(zip(places, map(int, numbers), strict=True))
-    return [found[i] for i in range(len(values))]
+        numbers, copies = _program(named[0].mesh if named else None, copy)([values[i] for i in places])
+        begun.append((places, numbers))
+        for i, value in zip(places, copies, strict=True) if copy else ():
+            values[i] = value
+
+    def finish() -> list[int]:
+        found = {
+            i: int(number) for places, numbers in begun for i, number in zip(places, np.asarray(numbers), strict=True)
+        }
+        return [found[i] for i in range(len(found))]
+
+    return [jax.random.key_data(value) if is_key(value) else value for value in values], finish
 
 
 @cache
-def _program(mesh: Any) -> Any:
-    def run(values: list[Array]) -> Array:
-        return on_any_mesh(
+def _program(mesh: Any, copy: bool) -> Any:
+    def run(values: list[Array]) -> tuple[Array, list[Array]]:
+        numbers = on_any_mesh(
             lambda values: jnp.stack([_fingerprint(value) for value in values]), values, results=PartitionSpec
         )
+        if not copy:
+            return numbers, []
+        return numbers, [jnp.copy(jax.random.key_data(value) if is_key(value) else value) for value in values]
 
-    return jax.jit(run) if mesh is None else jax.jit(run, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    return jax.jit(run) if mesh is None else jax.jit(run, out_shardings=(NamedSharding(mesh, PartitionSpec()), None))
 
 
 def _fingerprint(value: Array) -> Array:

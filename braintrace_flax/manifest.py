@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib import metadata
 from typing import Any
 
@@ -13,9 +14,9 @@ import jax
 import numpy as np
 
 from .checks import leaf_paths
-from .fingerprint import describe, fingerprints, is_key
+from .fingerprint import begin_fingerprints, describe, is_key
 
-__all__ = ["Leaf", "Manifest", "differences", "named_leaves"]
+__all__ = ["Leaf", "Manifest", "begin_manifest", "differences", "named_leaves"]
 
 _PACKAGES = ("flax", "jax", "jaxlib", "optax", "orbax-checkpoint")
 
@@ -59,27 +60,6 @@ class Manifest:
     metrics: dict[str, float]
     versions: dict[str, str]
 
-    @classmethod
-    def of(cls, state: Any, data: Any, config: Any, metrics: Mapping[str, Any] | None) -> Manifest:
-        """The manifest of a state."""
-        named, model = named_leaves(state), describe(state.opt_state)
-        leaves = {
-            name: Leaf(
-                tuple(leaf.shape), str(leaf.dtype), number, str(jax.random.key_impl(leaf)) if is_key(leaf) else None
-            )
-            for (name, leaf), number in zip(named.items(), fingerprints(list(named.values())), strict=True)
-        }
-        return cls(
-            step=int(state.step),
-            leaves=leaves,
-            model=model,
-            graph=_sha256(json.dumps(model)),
-            data=_checked("data", data),
-            config=_checked("config", config),
-            metrics={name: _number(name, value) for name, value in (metrics or {}).items()},
-            versions=_versions(),
-        )
-
     def encode(self) -> dict[str, str]:
         """As text, with its checksum."""
         text = json.dumps(asdict(self))
@@ -95,6 +75,43 @@ class Manifest:
         fields = json.loads(found["manifest"])
         leaves = {name: Leaf(**{**leaf, "shape": tuple(leaf["shape"])}) for name, leaf in fields["leaves"].items()}
         return cls(**{**fields, "leaves": leaves})
+
+
+def begin_manifest(
+    state: Any, data: Any, config: Any, metrics: Mapping[str, Any] | None, *, copy: bool
+) -> tuple[dict[str, Any], Callable[[], Manifest]]:
+    """The arrays of a state by name, or copies of them; and a function that waits for its manifest.
+
+    What the user gave is checked at once; nothing is waited for.
+    """
+    data, config, metrics = _checked("data", data), _checked("config", config), dict(metrics or {})
+    for name, value in metrics.items():
+        if np.ndim(value) or isinstance(value, str):
+            raise TypeError(f"The metric `{name}` must be one number, got {value!r}.")
+    named, model = named_leaves(state), describe(state.opt_state)
+    arrays, numbers = begin_fingerprints(list(named.values()), copy=copy)
+    kinds = [
+        (tuple(leaf.shape), str(leaf.dtype), str(jax.random.key_impl(leaf)) if is_key(leaf) else None)
+        for leaf in named.values()
+    ]
+    by_name = dict(zip(named, arrays, strict=True))
+
+    def finish() -> Manifest:
+        return Manifest(
+            step=int(by_name["step"]),
+            leaves={
+                name: Leaf(shape, dtype, number, keys)
+                for name, (shape, dtype, keys), number in zip(named, kinds, numbers(), strict=True)
+            },
+            model=model,
+            graph=_sha256(json.dumps(model)),
+            data=data,
+            config=config,
+            metrics={name: float(value) for name, value in metrics.items()},
+            versions=_versions(),
+        )
+
+    return by_name, finish
 
 
 def named_leaves(state: Any) -> dict[str, Any]:
@@ -164,12 +181,7 @@ def _checked(what: str, value: Any) -> Any:
     return value
 
 
-def _number(name: str, value: Any) -> float:
-    if np.ndim(value) or isinstance(value, str):
-        raise TypeError(f"The metric `{name}` must be one number, got {value!r}.")
-    return float(value)
-
-
+@cache
 def _versions() -> dict[str, str]:
     from . import __version__  # here: the package imports this module before it knows its version
 

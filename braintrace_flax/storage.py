@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from orbax.checkpoint import v1 as ocp
@@ -22,9 +23,28 @@ def as_path(directory: Any) -> Any:
     return ocp.path.Path(directory).absolute()
 
 
-def begin_writing(path: Any, arrays: dict[str, Any], record: dict[str, str]) -> Callable[[], Any]:
-    """Copy the arrays and write them meanwhile; the function returned waits, and raises what went wrong."""
-    return ocp.save_checkpointables_async(path, {_ARRAYS: arrays}, custom_metadata=record).result
+def begin_writing(
+    path: Any, arrays: dict[str, Any], record: Callable[[], dict[str, str]], *, in_thread: bool
+) -> Callable[[], Any]:
+    """Write meanwhile; the function returned waits, and raises what went wrong.
+
+    Args:
+      path: of the new folder.
+      arrays: by name.
+      record: gives what to write with them; may wait.
+      in_thread: whether all of it is done in another thread: for arrays that nobody else has, in a single process. If
+        not, Orbax copies the arrays to the host first.
+    """
+
+    def begin() -> Any:
+        return ocp.save_checkpointables_async(path, {_ARRAYS: arrays}, custom_metadata=record())
+
+    if not in_thread:
+        return begin().result
+    threads = ThreadPoolExecutor(1)
+    done = threads.submit(lambda: begin().result())
+    threads.shutdown(wait=False)
+    return done.result
 
 
 def read_record(path: Any) -> Any:

@@ -160,14 +160,14 @@ def test_a_path_that_cannot_be_used(tmp_path):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_an_error_of_writing_leaves_all_else_as_it_was(late, tmp_path, monkeypatch):
-    def fail(*args):
+    def fail(*args, **options):
         raise OSError(30, "Read-only file system")
 
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(numbers(1))
         checkpoints.wait()
         with monkeypatch.context() as patch:
-            patch.setattr("braintrace_flax.checkpoint.begin_writing", (lambda *args: fail) if late else fail)
+            patch.setattr("braintrace_flax.checkpoint.begin_writing", (lambda *args, **options: fail) if late else fail)
             if late:
                 assert checkpoints.save(numbers(2))
             act = checkpoints.wait if late else lambda: checkpoints.save(numbers(2))
