@@ -138,22 +138,22 @@ def online_grad(
         present = as_present(compiled, online)
         start = None if online.reset is None else compiled.initial_leaves()
         traces = {n: jnp.where(state.broken, _cleared(n, trace), trace) for n, trace in state.traces.items()}
-        fine = _all_finite([gradients, present.signal, present.after, present.inputs])
+        fine = _all_finite([present.signal, present.after, present.inputs])
         more, advanced = past_gradient(compiled.plan, chosen, parameters, traces, present, start, credit)
-        # Where the past alone is not finite the traces are broken. They start anew with the next window: to decide it
-        # now would keep two copies of them.
-        fine_past = _all_finite([more])
-        keep = fine & fine_past
+        total = [
+            jnp.zeros_like(g) if i in compiled.frozen_leaves else g + m.astype(g.dtype)
+            for i, (g, m) in enumerate(zip(gradients, more, strict=True))
+        ]
+        # Where the gradient alone is not finite, the traces may be to blame. They start anew with the next window: to
+        # decide it now would keep two copies of them.
+        keep = fine & _all_finite(total)
         new = [
-            jnp.where(keep, _frozen_to_zero(i, g + m.astype(g.dtype)), jnp.zeros_like(g)).astype(p.dtype)
-            for i, (g, m, p) in enumerate(zip(gradients, more, parameters, strict=True))
+            jnp.where(keep, gradient, jnp.zeros_like(gradient)).astype(p.dtype)
+            for gradient, p in zip(total, parameters, strict=True)
         ]
         kept = {name: jnp.where(fine, advanced[name], trace) for name, trace in traces.items()}
         skipped = state.skipped + jnp.where(keep, 0, 1).astype(jnp.int32)
-        return compiled.as_params(new, updates), OnlineGradState(kept, skipped, fine & ~fine_past, state.settings)
-
-    def _frozen_to_zero(i: int, gradient: Array) -> Array:
-        return jnp.zeros_like(gradient) if i in compiled.frozen_leaves else gradient
+        return compiled.as_params(new, updates), OnlineGradState(kept, skipped, fine & ~keep, state.settings)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
