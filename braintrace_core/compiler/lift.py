@@ -77,7 +77,7 @@ class _Lifter:
         self.env: dict[Var, Any] = dict(zip((*self.jaxpr.constvars, *self.jaxpr.invars), (*consts, *args), strict=True))
         self.marked: dict[tuple[Var, tuple[int, ...]], Any] = {}
         for eqn in self.jaxpr.eqns:
-            if eqn.outvars[0] in self.bias_of:
+            if eqn.outvars and eqn.outvars[0] in self.bias_of:
                 continue  # computed together with its bias, where the bias is added
             self.env.update(zip(eqn.outvars, self.equation(eqn), strict=True))
         return [

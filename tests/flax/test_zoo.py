@@ -83,3 +83,20 @@ def test_two_layers_with_a_readout(framework, cell):
     assert closer_than_truncated(results, truths)
     if framework == "linen":
         every_parameter_learns(model, "pp_prop", 4, sets[:1])
+
+
+@pytest.mark.whole_table
+@pytest.mark.parametrize("layers", [1, 2])
+@over(CELLS)
+def test_the_whole_table(framework, cell, layers):
+    """Every rule at every window on every cell, what adds nothing included."""
+    model, sets, truths = prepare(framework, cell, layers)
+    for rule in ("d_rtrl", "pp_prop", "rtrl"):
+        for window in (1, 4, zoo.STEPS):
+            results = [zoo.online(model, rule, window)(*each) for each in sets]
+            for found, _ in results:
+                assert all(np.abs(leaf).max() > 0 for leaf in zoo.leaves(found))
+            if window == zoo.STEPS or rule == "rtrl":
+                zoo.assert_same(results[0][0], truths[0])
+            elif rule == "d_rtrl":
+                assert closer_than_truncated(results, truths)
