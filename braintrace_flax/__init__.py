@@ -4,6 +4,7 @@ import braintrace_core
 from braintrace_core import *  # noqa: F403
 
 from .adapters import Hidden
+from .checkpoint import CheckpointDamaged, CheckpointError, CheckpointMismatch, Checkpoints, Restored
 from .model import Model, compile
 from .online_grad import OnlineGradState, online_grad, reset_traces
 from .quality import check_against_bptt
@@ -13,9 +14,14 @@ from .train_step import TrainStep, buckets, train_step
 from .window import Window, value_and_grad
 
 __all__ = [
+    "CheckpointDamaged",
+    "CheckpointError",
+    "CheckpointMismatch",
+    "Checkpoints",
     "Hidden",
     "Model",
     "OnlineGradState",
+    "Restored",
     "TrainState",
     "TrainStep",
     "Window",

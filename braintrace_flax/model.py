@@ -193,7 +193,7 @@ def compile(
         return _finish(step, inputs, None, False, frozen, step.shapes(*inputs))
     batch_size = _batch_size(inputs)
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), inputs)
-    one_carry, batch_carry = _both_carries(carry, batch_size)
+    one_carry, batch_carry = _both_carries(model, one, params, carry, batch_size)
     per_example, error = _try(model, one, params, one_carry)
     whole, _ = _try(model, inputs, params, batch_carry)
     if whole is not None and not _keeps_its_shapes(whole, inputs):
@@ -251,13 +251,18 @@ def _batch_size(inputs: Any) -> int:
     return sizes.pop()
 
 
-def _both_carries(carry: Any, batch_size: int) -> tuple[Any, Any]:
+def _both_carries(model: Any, one: Any, params: Any, carry: Any, batch_size: int) -> tuple[Any, Any]:
     """A given carry for one example and for the batch, whichever it was given for."""
     if carry is None:
         return None, None
     shapes = [shape_of(leaf).shape for leaf in jax.tree.leaves(carry)]
     if shapes and all(shape[:1] == (batch_size,) for shape in shapes):
-        return jax.tree.map(lambda leaf: _index(leaf), carry), carry
+        first = jax.tree.map(_index, carry)
+        # As many units as examples: the step itself tells which of the two it is.
+        as_batch, as_one = (_try(model, one, params, each)[0] for each in (first, carry))
+        fits = [step is not None and _keeps_its_shapes(step, one) for step in (as_batch, as_one)]
+        if fits != [False, True]:
+            return first, carry
     return carry, jax.tree.map(lambda leaf: _repeat(leaf, batch_size), carry)
 
 

@@ -71,6 +71,7 @@ def shardings(model_or_step: Any, mesh: Mesh, rules: Rules = (), batch_axes: Seq
         jax.tree.structure(model.carry_shape), [NamedSharding(mesh, spec) for spec in carry_specs]
     )
     whole = NamedSharding(mesh, PartitionSpec())
+    anywhere: Any = whole  # stands where an array does
     if step is None:
         return TrainState(whole, params, carry, None, whole)
     abstract = jax.eval_shape(step.init, jax.eval_shape(lambda: jax.random.key(0)))
@@ -81,11 +82,11 @@ def shardings(model_or_step: Any, mesh: Mesh, rules: Rules = (), batch_axes: Seq
     def place(shapes: Any, found: Any) -> Any:
         if not isinstance(shapes, OnlineGradState):
             return found
-        traces = {
+        traces: Any = {
             name: NamedSharding(mesh, _trace_spec(name, trace.shape, model, by_name, batch))
             for name, trace in shapes.traces.items()
         }
-        return OnlineGradState(traces, whole, whole, shapes.settings)
+        return OnlineGradState(traces, anywhere, anywhere, shapes.settings)
 
     opt_state = jax.tree.map(place, abstract.opt_state, moments, is_leaf=is_online_state)
     return TrainState(whole, params, carry, opt_state, whole)

@@ -85,6 +85,7 @@ class TrainStep:
     Attributes:
       model, tx, loss: as given.
       window: steps in a window.
+      settings: the rule and the credit of its ``online_grad``.
       shardings: of the state, if it is on a mesh; else None.
     """
 
@@ -102,7 +103,7 @@ class TrainStep:
     ):
         self.model, self.tx, self.loss, self.window, self.meter = model, tx, loss, window, meter
         self._update = optax.with_extra_args_support(tx).update
-        settings = settings_of(jax.eval_shape(tx.init, model.params_shape))
+        settings = self.settings = settings_of(jax.eval_shape(tx.init, model.params_shape))
         self._credit, self._rule = settings.credit, settings.rule
         self._value_and_grad = value_and_grad(model, loss, settings.credit, reduction, settings.rule)
         self._reduction: Reduction = reduction

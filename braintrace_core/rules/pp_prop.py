@@ -80,6 +80,7 @@ class PPProp(Rule):
         self, traces: Traces, factors: WindowFactors, signals: Signal
     ) -> tuple[OperandGradients, Traces]:
         new, seen = self._over_window(traces, factors, signals)
+        assert seen is not None
         return _gradient(seen, signals), new
 
     def _over_window(

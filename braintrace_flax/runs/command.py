@@ -1,0 +1,78 @@
+"""The command line of the runner: a config, its overrides, and some switches."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint import CheckpointError
+from .config import Config, ConfigError, load_config, with_overrides
+
+__all__ = ["Command", "main", "parse"]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A parsed command line.
+
+    Attributes:
+      config: with its overrides.
+      folder: of the run.
+      switches: names without values that were given.
+      text: the arguments as they were given.
+    """
+
+    config: Config
+    folder: Path
+    switches: frozenset[str] = frozenset()
+    text: str = field(default="")
+
+
+def parse(arguments: Sequence[str], switches: Sequence[str] = ()) -> Command:
+    """A command line ``--config FILE [--folder FOLDER] [--SWITCH ...] [--SETTING VALUE ...]``.
+
+    Raises:
+      ConfigError: with one line that says what is wrong.
+    """
+    given, pairs, rest = set(), [], list(arguments)
+    while rest:
+        name = rest.pop(0)
+        if not name.startswith("--"):
+            raise ConfigError(f"What is {name!r}? Settings are written `--name value`.")
+        name, is_given, value = name.removeprefix("--").partition("=")
+        if name in switches:
+            if is_given:
+                raise ConfigError(f"`--{name}` takes no value.")
+            given.add(name)
+            continue
+        if not is_given:
+            if not rest:
+                raise ConfigError(f"`--{name}` needs a value.")
+            value = rest.pop(0)
+        pairs.append((name, value))
+    special = {name: value for name, value in pairs if name in ("config", "folder")}
+    if "config" not in special:
+        raise ConfigError("Which config? Write `--config configs/digits.py`.")
+    config = load_config(special["config"])
+    config = with_overrides(config, [(name, value) for name, value in pairs if name not in special])
+    folder = Path(special.get("folder", Path("runs") / config.name))
+    return Command(config, folder, frozenset(given), " ".join(arguments))
+
+
+def main(run: Callable[[Command], int], switches: Sequence[str], usage: str, arguments: Any = None) -> int:
+    """Parse and run; what a user can get wrong is one line and exit code 2."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if "--help" in arguments or "-h" in arguments:
+        print(usage)
+        return 0
+    try:
+        return run(parse(arguments, switches))
+    except (ConfigError, CheckpointError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,175 @@
+"""Configs: frozen dataclasses, read from a Python file and changed from the command line, one clear line an error."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import runpy
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from braintrace_core.rules import Rule, get_rule
+
+from ..tasks import Task
+from .networks import Network
+
+__all__ = ["Config", "ConfigError", "load_config", "parse_rule", "with_overrides"]
+
+
+class ConfigError(ValueError):
+    """Something in a config, or an override, is not what it must be."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A run: what to learn, with what, and how long.
+
+    Main attributes:
+      name: of the run; its folder is ``runs/<name>`` unless another is given.
+      task, network: what is learnt, and by what.
+      rule: the learning rule, with arguments after a colon: ``"pp_prop"``, ``"e_prop:kappa=0.9,feedback=random"``.
+      window: time steps between two updates; 0 for all of a batch.
+      batch_size: examples side by side.
+      steps: batches to train on.
+
+    Other attributes:
+      credit: ``"window"`` or ``"step"``.
+      trace_dtype: dtype of the traces; empty for that of the parameters.
+      learning_rate, clip, warmup: of Adam; the largest norm of a gradient (0 for any); steps of rising rate.
+      seed: of parameters and data.
+      evaluate_every, checkpoint_every, log_every: in steps; 0 for only at the end.
+      keep: how many checkpoints to keep.
+      rules_of_sharding, mesh: how a run is divided; see the page on pods.
+    """
+
+    name: str
+    task: Task
+    network: Network
+    rule: str = "d_rtrl"
+    window: int = 16
+    batch_size: int = 32
+    steps: int = 1000
+    credit: str = "window"
+    trace_dtype: str = ""
+    learning_rate: float = 1e-3
+    clip: float = 1.0
+    warmup: int = 0
+    seed: int = 0
+    evaluate_every: int = 200
+    checkpoint_every: int = 200
+    log_every: int = 10
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        for field in ("batch_size", "steps", "log_every", "keep"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"`{field}` must be at least 1, got {getattr(self, field)}.")
+        for field in ("window", "warmup", "evaluate_every", "checkpoint_every", "clip", "learning_rate"):
+            if getattr(self, field) < 0:
+                raise ConfigError(f"`{field}` must not be negative, got {getattr(self, field)}.")
+        if self.credit not in ("window", "step"):
+            raise ConfigError(f'`credit` is "window" or "step", got {self.credit!r}.')
+        parse_rule(self.rule)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The config as what JSON knows."""
+        found = dataclasses.asdict(self)
+        for name in ("task", "network"):
+            found[name] = {"kind": type(getattr(self, name)).__name__, **found[name]}
+        return found
+
+
+def load_config(path: str | Path) -> Config:
+    """The ``config`` that a Python file defines."""
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"There is no config {path}.")
+    try:
+        found = runpy.run_path(str(path)).get("config")
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"The config {path} cannot be read: {type(error).__name__}: {error}") from error
+    if not isinstance(found, Config):
+        raise ConfigError(f"The config {path} must define `config = Config(...)`.")
+    return found
+
+
+def with_overrides(config: Any, overrides: Sequence[tuple[str, str]]) -> Any:
+    """A config with some fields replaced by what texts say: ``[("steps", "2000"), ("network.units", "64")]``."""
+    for name, text in overrides:
+        config = _override(config, name.replace("-", "_").split("."), text, name)
+    return config
+
+
+def parse_rule(text: str) -> Rule:
+    """A rule from its name and arguments.
+
+    >>> parse_rule("pp_prop:decay=0.8")
+    PPProp(decay=0.8)
+    """
+    name, _, rest = text.partition(":")
+    try:
+        rule = get_rule(name)
+        arguments = {}
+        for part in filter(None, rest.split(",")):
+            key, is_given, value = part.partition("=")
+            if not is_given:
+                raise ConfigError(f"The rule {text!r}: write arguments as `name=value`, got {part!r}.")
+            arguments[key.strip()] = _literal(value.strip())
+        return replace(rule, **arguments)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _override(config: Any, path: list[str], text: str, name: str) -> Any:
+    hints = get_type_hints(type(config))
+    first, *rest = path
+    fields = {field.name for field in dataclasses.fields(config)}
+    if first not in fields:
+        raise ConfigError(f"There is no setting `{name}`: {type(config).__name__} has {', '.join(sorted(fields))}.")
+    value = getattr(config, first)
+    if rest:
+        if not dataclasses.is_dataclass(value):
+            raise ConfigError(f"`{first}` has no settings of its own, so `{name}` means nothing.")
+        return replace(config, **{first: _override(value, rest, text, name)})
+    if dataclasses.is_dataclass(value):
+        raise ConfigError(f"`{first}` is a {type(value).__name__}: change its parts, as in `--{first}.<setting>`.")
+    try:
+        return replace(config, **{first: _converted(text, hints[first], name)})
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"`{name}`: {error}") from error
+
+
+def _converted(text: str, wanted: Any, name: str) -> Any:
+    """A text as a value of a field's type."""
+    if get_origin(wanted) in (Union, types.UnionType):
+        kinds = [kind for kind in get_args(wanted) if kind is not type(None)]
+        if text in ("none", "None") and len(kinds) < len(get_args(wanted)):
+            return None
+        wanted = kinds[0]
+    if get_origin(wanted) is not None and not isinstance(wanted, type):
+        return text  # a choice among words, which the config checks itself
+    if wanted is bool:
+        if text.lower() not in ("true", "false"):
+            raise ConfigError(f"`{name}` is true or false, got {text!r}.")
+        return text.lower() == "true"
+    if wanted in (int, float):
+        try:
+            return wanted(text)
+        except ValueError:
+            kind = "a whole number" if wanted is int else "a number"
+            raise ConfigError(f"`{name}` is {kind}, got {text!r}.") from None
+    return text

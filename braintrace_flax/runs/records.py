@@ -1,0 +1,46 @@
+"""Metrics of a run, one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Records", "read_records"]
+
+
+class Records:
+    """Appends metrics to a file; what lies after the step that a run goes on from is dropped.
+
+    Args:
+      path: of the file.
+      start: the step that the run goes on from.
+    """
+
+    def __init__(self, path: Path, start: int = 0):
+        self.path = path
+        kept = [line for line in read_records(path) if line["step"] <= start] if start else []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, step: int, kind: str, metrics: dict[str, Any]) -> None:
+        """One line: the step, the kind of record, and its metrics."""
+        self._file.write(json.dumps({"step": step, "kind": kind, **metrics}) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a file; none if there is no such file."""
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            break  # a line that was cut while it was written; nothing after it counts
+    return found
