@@ -63,8 +63,8 @@ $(NEWEST)/.installed: $(REQUIREMENTS)
 install: $(VENV)/.installed ## Create .venv with the package and its test tools.
 
 .PHONY: train
-train: install ## Train a network online on real data: progress, a learning curve and a checkpoint in runs/.
-	$(BIN)/python examples/digits.py
+train: install ## Train a network online on real digits: progress, a learning curve, a report and checkpoints in runs/.
+	$(BIN)/python -m braintrace_flax.train --config configs/digits.py
 
 .PHONY: test
 test: install ## Run all tests and doctests (PYTEST_ARGS="-n 0 -k name" to choose).

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from jax import lax
-from jax.core import ShapedArray, eval_jaxpr
+from jax.core import ShapedArray, Tracer, eval_jaxpr
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Primitive, Var, new_jaxpr_eqn
 from jax.interpreters import ad, batching, mlir
 
@@ -33,6 +33,7 @@ __all__ = [
     "eval_jaxpr",
     "inner_call",
     "is_jaxpr",
+    "is_traced",
     "mlir",
     "new_jaxpr",
     "open_jaxpr",
@@ -68,6 +69,11 @@ def close_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
 def is_jaxpr(value: Any) -> bool:
     """Whether an equation parameter is a jaxpr, open or closed."""
     return isinstance(value, (Jaxpr, ClosedJaxpr))
+
+
+def is_traced(value: Any) -> bool:
+    """Whether a value is only known by its shape and dtype, since a function is being traced."""
+    return isinstance(value, Tracer)
 
 
 def new_jaxpr(

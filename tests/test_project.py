@@ -35,7 +35,7 @@ CORE_LAYERS = {
 ABOVE_THE_CORE = ("braintrace_flax", "flax", "optax", "orbax")
 COMPAT = Path("braintrace_core/_compat.py")
 VERSION_DEPENDENT_JAX = ("jax.core", "jax.extend", "jax.interpreters")
-DISTRIBUTIONS = {"orbax": "orbax-checkpoint"}  # import name -> distribution, where they differ
+DISTRIBUTIONS = {"orbax": "orbax-checkpoint", "sklearn": "scikit-learn"}  # import name -> distribution, where they differ
 
 
 # Layers
@@ -89,7 +89,8 @@ def test_a_module_imports_only_from_the_layers_before_it(path):
 @pytest.mark.parametrize("path", SOURCES, ids=str)
 def test_third_party_imports_are_declared_dependencies(path):
     project = PROJECT["project"]
-    requirements = [*project["dependencies"], *project["optional-dependencies"]["plot"]]
+    extras = project["optional-dependencies"]
+    requirements = [*project["dependencies"], *extras["plot"], *extras["train"]]
     declared = {canonicalize_name(Requirement(text).name) for text in requirements}
     imported = {name.split(".")[0] for name in imported_names(path)} - set(sys.stdlib_module_names) - set(PACKAGES)
     assert {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in imported} <= declared

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from braintrace_core._compat import is_traced
+
 from .step import Step, shape_of
 
 __all__ = ["adapt_function"]
@@ -56,7 +58,7 @@ def _known_shapes(init: Callable[[Any], Any], params: Any) -> Callable[[Any], An
     """``init`` that can be asked for shapes (with an abstract key), though not for values."""
 
     def with_shapes(key: Any) -> Any:
-        if isinstance(key, jax.core.Tracer):
+        if is_traced(key):
             return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
         return init(key)
 
