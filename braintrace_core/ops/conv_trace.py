@@ -47,6 +47,10 @@ class ConvTrace(TraceRule):
         self.shape, self.dtype = self.product.shape, self.product.dtype
 
     def instant(self, x: Any, cotangent: Array) -> Array:
+        places = self.params["dimension_numbers"].out_spec[2:]
+        is_plain = not self.batched and set(self.params["lhs_dilation"]) == {1} and list(places) == sorted(places)
+        if x.shape[0] > self.channels_out and is_plain:
+            return self._by_places(x, self._in_groups(cotangent))
         return self.product.instant(x, self._in_groups(cotangent))
 
     def align(self, value: Array) -> Array:
@@ -58,6 +62,27 @@ class ConvTrace(TraceRule):
         # (group, in, places, out) -> (group and out, in, places) -> the kernel's own order of axes
         found = jnp.moveaxis(found, -1, 1).reshape(self.groups * self.channels_out, self.channels_in, *self.places)
         return jnp.moveaxis(found, range(found.ndim), self.params["dimension_numbers"].rhs_spec)
+
+    def _by_places(self, x: Array, cotangent: Array) -> Array:
+        """The same, one place of the kernel after the other; patches of a long window are larger than the trace."""
+        layout, spatial = self.params["dimension_numbers"], len(self.places)
+        # (time, batch, *spatial, channels): an example has no batch axis of its own
+        order = [i - int(i > layout.lhs_spec[0]) + 2 for i in (*layout.lhs_spec[2:], layout.lhs_spec[1])]
+        x = x.transpose(0, 1, *order).astype(self.kernel.dtype)
+        around = [(0, 0, 0), (0, 0, 0), *((*pair, 0) for pair in self.params["padding"]), (0, 0, 0)]
+        x = lax.pad(x, jnp.zeros((), x.dtype), around)
+        sizes, strides = cotangent.shape[2 : 2 + spatial], self.params["window_strides"]
+        where = "".join("pqrs"[:spatial])
+        found = []
+        for place in np.ndindex(*self.places):
+            starts = [k * d for k, d in zip(place, self.params["rhs_dilation"], strict=True)]
+            ends = [s + (n - 1) * t + 1 for s, n, t in zip(starts, sizes, strides, strict=True)]
+            part = lax.slice(x, (0, 0, *starts, 0), (*x.shape[:2], *ends, x.shape[-1]), (1, 1, *strides, 1))
+            part = part.reshape(*part.shape[:-1], self.groups, self.channels_in)
+            product = jnp.einsum(f"tb{where}gi,tb{where}go->b{where}gio", part, cotangent.astype(part.dtype))
+            found.append(product)
+        stacked = jnp.stack(found, axis=-2)  # (..., group, in, places, out)
+        return stacked.reshape(*stacked.shape[:-3], -1, self.channels_out)
 
     def _in_groups(self, value: Array) -> Array:
         lead = value.ndim - (len(self.shape) - 2)  # y has the positions and one axis of features

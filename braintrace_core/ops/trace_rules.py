@@ -55,6 +55,12 @@ class TraceRule(ABC):
     def instant(self, x: Any, cotangent: Array) -> Array:
         """What a window adds: ``sum_t d (cotangent_t . y_t) / d theta``, example by example, ``(batch, *shape)``."""
 
+    def add(self, kept: Array, x: Any, cotangent: Array) -> Array:
+        """``kept`` and what a window adds to it."""
+        added = self.instant(x, cotangent)
+        dtype = common_dtype(kept.dtype, added.dtype)
+        return kept.astype(dtype) + added.astype(dtype)
+
     @abstractmethod
     def align(self, value: Array) -> Array:
         """``(..., *y shape)`` lined up with the trace, ``(..., *shape)`` with axes of one where it does not vary."""
@@ -147,12 +153,16 @@ class EmbeddingTrace(TraceRule):
         self.shape = (*index_shape, *table_shape)
 
     def instant(self, x: Any, cotangent: Array) -> Array:
-        batch = x.shape[1]
-        places = np.indices((batch, *self.index_shape), np.int32, sparse=True)
-        zeros = jnp.zeros((batch, *self.shape), cotangent.dtype)
+        return self.add(jnp.zeros((x.shape[1], *self.shape), cotangent.dtype), x, cotangent)
+
+    def add(self, kept: Array, x: Any, cotangent: Array) -> Array:
+        # Only the rows that were looked up are touched.
+        places = np.indices((x.shape[1], *self.index_shape), np.int32, sparse=True)
         rows = self.shape[len(self.index_shape)]
         x = jnp.where(x < 0, x + rows, x)
-        return zeros.at[(*(jnp.broadcast_to(p, x.shape) for p in places), x)].add(cotangent, mode="drop")
+        dtype = common_dtype(kept.dtype, cotangent.dtype)
+        at = (*(jnp.broadcast_to(p, x.shape) for p in places), x)
+        return kept.astype(dtype).at[at].add(cotangent.astype(dtype), mode="drop")
 
     def align(self, value: Array) -> Array:
         row_ndim = len(self.shape) - len(self.index_shape) - 1

@@ -247,9 +247,11 @@ def _roll(
                 times(rule.align(link.at_operator(p)), traces[f"{link.name}.{name}.{b}"])
                 for b, p in _row(a, link.stored, across)
             ]
-            if a in cotangents:
-                terms.append(rule.instant(x, cotangents[a]))
-            new[f"{link.name}.{name}.{a}"] = total(terms, like=stored).astype(stored.dtype)
+            if a not in cotangents:
+                found = total(terms, like=stored)
+            else:
+                found = rule.add(total(terms), x, cotangents[a]) if terms else rule.instant(x, cotangents[a])
+            new[f"{link.name}.{name}.{a}"] = found.astype(stored.dtype)
     return new
 
 

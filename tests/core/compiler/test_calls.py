@@ -335,3 +335,13 @@ def test_a_vmapped_step_is_a_batch():
         old = state_values(single, params, carry[b])
         alone = single.factor_plan.dense_D(single.step_with_factors(x[b], old_state_vals=old)[2], 0)
         np.testing.assert_allclose(batched[b], alone, rtol=1e-12)
+
+
+def test_an_equation_without_results_is_left_alone():
+    def step(w, h, x):
+        jax.debug.print("here {}", x.sum())
+        h = jnp.tanh(x @ w + 0.5 * h)
+        return h, h
+
+    graph = compile_step_graph(step, jnp.ones((3, 4)), jnp.zeros(4), jnp.zeros(3))
+    assert len(graph.hidden_param_op_relations) == 1
