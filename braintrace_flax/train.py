@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from pathlib import Path
 
 from .runs.command import Command, main
 from .runs.html import write_report
@@ -22,10 +23,10 @@ STOPPED = 75  # the code of a failure that may pass: run again
 
 def _train(command: Command) -> int:
     config, folder = command.config, command.folder
-    if "fresh" in command.switches and folder.exists():
-        shutil.rmtree(folder)
     print(f"{config.name}: {config.rule}, window {config.window or config.task.steps}, in {folder}", flush=True)
     run = build(config)
+    if "fresh" in command.switches:
+        _remove(folder)
     result = train(run, folder, quiet="quiet" in command.switches)
     if not result.finished:
         return STOPPED
@@ -40,6 +41,14 @@ def _train(command: Command) -> int:
     print(f"checkpoints     {folder / 'checkpoints'}")
     print("Try next: --rule pp_prop, --rule tbptt (no traces), --window 1; --fresh to start anew.")
     return 0
+
+
+def _remove(folder: Path) -> None:
+    """Remove a run, and nothing else that lies there."""
+    if (folder / "checkpoints").exists():
+        shutil.rmtree(folder / "checkpoints")
+    for name in ("config.json", "curves.png", "metrics.jsonl", "report.html"):
+        (folder / name).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

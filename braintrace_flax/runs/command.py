@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -59,7 +60,7 @@ def parse(arguments: Sequence[str], switches: Sequence[str] = ()) -> Command:
     config = load_config(special["config"])
     config = with_overrides(config, [(name, value) for name, value in pairs if name not in special])
     folder = Path(special.get("folder", Path("runs") / config.name))
-    return Command(config, folder, frozenset(given), " ".join(arguments))
+    return Command(config, folder, frozenset(given), shlex.join(arguments))
 
 
 def main(run: Callable[[Command], int], switches: Sequence[str], usage: str, arguments: Any = None) -> int:
@@ -70,9 +71,9 @@ def main(run: Callable[[Command], int], switches: Sequence[str], usage: str, arg
         return 0
     try:
         return run(parse(arguments, switches))
-    except (ConfigError, CheckpointError, FileNotFoundError) as error:
+    except (CheckpointError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except KeyboardInterrupt:
+        print("Stopped.", file=sys.stderr)
+        return 130  # as shells have it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import math
 import runpy
 import types
 from collections.abc import Sequence
@@ -11,12 +12,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
+
 from braintrace_core.rules import Rule, get_rule
 
 from ..tasks import Task
 from .networks import Network
 
 __all__ = ["Config", "ConfigError", "load_config", "parse_rule", "with_overrides"]
+
+
+_NOT_NEGATIVE = "window warmup seed evaluate_every checkpoint_every log_every clip learning_rate".split()
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
 class ConfigError(ValueError):
@@ -42,7 +49,6 @@ class Config:
       seed: of parameters and data.
       evaluate_every, checkpoint_every, log_every: in steps; 0 for only at the end.
       keep: how many checkpoints to keep.
-      rules_of_sharding, mesh: how a run is divided; see the page on pods.
     """
 
     name: str
@@ -64,14 +70,20 @@ class Config:
     keep: int = 3
 
     def __post_init__(self) -> None:
-        for field in ("batch_size", "steps", "log_every", "keep"):
+        for part in (self, self.task, self.network):
+            _check_types(part)
+        for field in ("batch_size", "steps", "keep"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"`{field}` must be at least 1, got {getattr(self, field)}.")
-        for field in ("window", "warmup", "evaluate_every", "checkpoint_every", "clip", "learning_rate"):
-            if getattr(self, field) < 0:
-                raise ConfigError(f"`{field}` must not be negative, got {getattr(self, field)}.")
+        for field in _NOT_NEGATIVE:
+            if not 0 <= getattr(self, field) < math.inf:
+                raise ConfigError(f"`{field}` must be finite and not negative, got {getattr(self, field)}.")
         if self.credit not in ("window", "step"):
             raise ConfigError(f'`credit` is "window" or "step", got {self.credit!r}.')
+        try:
+            np.dtype(self.trace_dtype or "float32")
+        except TypeError:
+            raise ConfigError(f"`trace_dtype` is a dtype such as bfloat16, got {self.trace_dtype!r}.") from None
         parse_rule(self.rule)
 
     def as_dict(self) -> dict[str, Any]:
@@ -125,6 +137,22 @@ def parse_rule(text: str) -> Rule:
         raise ConfigError(str(error)) from error
 
 
+def _check_types(part: Any) -> None:
+    """Refuse values that are not of their field's type."""
+    hints = get_type_hints(type(part))
+    for field in dataclasses.fields(part):
+        value, wanted = getattr(part, field.name), hints[field.name]
+        if isinstance(wanted, type) and not _is_a(value, wanted):
+            kind = _WORDS.get(wanted, f"a {wanted.__name__}")
+            raise ConfigError(f"`{field.name}` of {type(part).__name__} is {kind}, got {value!r}.")
+
+
+def _is_a(value: Any, wanted: type) -> bool:
+    if isinstance(value, bool):
+        return wanted is bool
+    return isinstance(value, (int, float) if wanted is float else wanted)
+
+
 def _literal(text: str) -> Any:
     try:
         return ast.literal_eval(text)
@@ -170,6 +198,5 @@ def _converted(text: str, wanted: Any, name: str) -> Any:
         try:
             return wanted(text)
         except ValueError:
-            kind = "a whole number" if wanted is int else "a number"
-            raise ConfigError(f"`{name}` is {kind}, got {text!r}.") from None
+            raise ConfigError(f"`{name}` is {_WORDS[wanted]}, got {text!r}.") from None
     return text

@@ -51,7 +51,7 @@ def write_report(run: Run, result: Result, folder: Path, command: str, picture: 
 <h2>Curves</h2>
 {curves}
 <h2>Which parameter acts on which hidden state</h2>
-{run.model.draw()}
+{_graph(run)}
 <pre>{_safe(run.model.report())}</pre>
 <h2>Config</h2>
 <pre>{_safe(json.dumps(config.as_dict(), indent=2))}</pre>
@@ -60,6 +60,11 @@ def write_report(run: Run, result: Result, folder: Path, command: str, picture: 
     path = folder / "report.html"
     path.write_text(page, encoding="utf-8")
     return path
+
+
+def _graph(run: Run) -> str:
+    """The picture as a part of a page, which needs no namespace."""
+    return run.model.draw().replace(' xmlns="http://www.w3.org/2000/svg"', "", 1)
 
 
 def _table(rows: list[tuple[str, str]]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +34,12 @@ class Parts(NamedTuple):
 @dataclass(frozen=True)
 class Network(ABC):
     """A network of some sizes; :meth:`build` makes it for so many inputs and outputs."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and value < 1:
+                raise ValueError(f"{type(self).__name__} needs {field.name} of at least 1, got {value}.")
 
     @abstractmethod
     def build(self, num_inputs: int, num_outputs: int, tokens: bool = False) -> Parts:

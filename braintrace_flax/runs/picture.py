@@ -35,7 +35,7 @@ def draw_curves(records: Path, picture: Path, title: str = "") -> bool:
             f"test_{kind}": {"marker": "o", "label": "test"},
         }
         for name, style in styles.items():
-            points = [(line["step"], line[name]) for line in lines if name in line]
+            points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
             if points:
                 steps, values = zip(*_smoothed(points, 100 if name == kind else len(points)), strict=True)
                 axis.plot(steps, values, **style)

@@ -20,14 +20,14 @@ class Reporter:
     Args:
       total: steps of the run.
       start: steps that were done before.
-      every: steps between two lines of a log.
+      every: steps between two lines of a log; 0 for the last alone.
       quiet: whether to show nothing but messages.
       stream: where to write; standard output if None.
     """
 
     def __init__(self, total: int, start: int = 0, every: int = 10, quiet: bool = False, stream: TextIO | None = None):
         self.total, self.first, self.every, self.quiet = total, start, every, quiet
-        self.console = Console(file=stream or sys.stdout, soft_wrap=True, highlight=False)
+        self.console = Console(file=stream or sys.stdout, soft_wrap=True, highlight=False, markup=False)
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._began = time.perf_counter()
@@ -59,7 +59,7 @@ class Reporter:
         text = f"{_spelt(metrics)}  {rate:.1f} steps/s  {_memory()}"
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=step, text=text)
-        elif not self.quiet and (step % self.every == 0 or step == self.total):
+        elif not self.quiet and (step == self.total or (self.every and step % self.every == 0)):
             left = (self.total - step) / rate if rate > 0 else float("nan")
             self.console.print(f"step {step}/{self.total}  {text}  {_clock(left)} left")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ __all__ = ["Records", "read_records"]
 
 
 class Records:
-    """Appends metrics to a file; what lies after the step that a run goes on from is dropped.
+    """Appends metrics to a file; what comes after the checkpoint that a run goes on from is dropped.
+
+    A checkpoint comes after the training of its step and before the test.
 
     Args:
       path: of the file.
@@ -19,14 +23,18 @@ class Records:
 
     def __init__(self, path: Path, start: int = 0):
         self.path = path
-        kept = [line for line in read_records(path) if line["step"] <= start] if start else []
+        last = {"train": start, "test": start - 1}
+        kept = [line for line in read_records(path) if line["step"] <= last[line["kind"]]]
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        beside = path.with_name(f"{path.name}.new")  # whenever the process is killed, one of the two is whole
+        beside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        os.replace(beside, path)
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, step: int, kind: str, metrics: dict[str, Any]) -> None:
         """One line: the step, the kind of record, and its metrics."""
-        self._file.write(json.dumps({"step": step, "kind": kind, **metrics}) + "\n")
+        known = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
+        self._file.write(json.dumps({"step": step, "kind": kind, **known}) + "\n")
 
     def close(self) -> None:
         """Close the file."""

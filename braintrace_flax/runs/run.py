@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,17 +19,20 @@ from jax import Array
 
 from braintrace_core.rules import BPTT
 
-from ..checkpoint import Checkpoints
+from ..checkpoint import CheckpointDamaged, Checkpoints, Restored
 from ..model import Model, compile
 from ..online_grad import online_grad
+from ..preemption import Preemption
+from ..restoring import read_manifest
 from ..state import TrainState
 from ..tasks import Batch, Task
 from ..train_step import TrainStep, train_step
 from .config import Config, ConfigError, parse_rule
+from .interrupt import interrupt
 from .progress import Reporter
 from .records import Records
 
-__all__ = ["Result", "Run", "build", "evaluate", "train"]
+__all__ = ["Result", "Run", "build", "evaluate", "open_checkpoints", "restore", "train"]
 
 
 class Run(NamedTuple):
@@ -38,13 +42,13 @@ class Run(NamedTuple):
       config: the config.
       model: the compiled network.
       step: the train step.
-      measure: ``measure(params, batch) -> {metric: value}`` of held-out data.
+      measure: ``measure(params, carry, batch) -> (carry, {metric: value})`` of held-out data.
     """
 
     config: Config
     model: Model
     step: TrainStep
-    measure: Callable[[Any, Batch], dict[str, Array]]
+    measure: Callable[[Any, Any, Batch], tuple[Any, dict[str, Array]]]
 
 
 class Result(NamedTuple):
@@ -89,54 +93,75 @@ def build(config: Config) -> Run:
 def train(run: Run, folder: Path, *, resume: bool = True, quiet: bool = False) -> Result:
     """Train as a config says, in a folder; go on from its newest checkpoint if there is one and ``resume``."""
     config = run.config
-    settings = config.as_dict()
-    folder.mkdir(parents=True, exist_ok=True)
-    checkpoints = Checkpoints(
-        folder / "checkpoints", keep=config.keep, every=config.checkpoint_every or None, config=_compared(settings)
-    )
     with contextlib.ExitStack() as exits:
-        exits.enter_context(checkpoints)
-        state, start = _begin(run, checkpoints, resume)
-        (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        checkpoints = exits.enter_context(open_checkpoints(config, folder))
+        state, start = run.step.init(jax.random.key(config.seed)), 0
+        if resume and checkpoints.latest is not None:
+            restored = restore(run, checkpoints)
+            state, start = restored.state, int(restored.data["position"])
+        (folder / "config.json").write_text(json.dumps(config.as_dict(), indent=2) + "\n", encoding="utf-8")
         records = Records(folder / "metrics.jsonl", start)
         exits.callback(records.close)
         reporter = exits.enter_context(Reporter(config.steps, start, config.log_every, quiet))
         if start:
             reporter.say(f"Going on from step {start}.")
-        return _loop(run, state, start, checkpoints, records, reporter)
+        interrupted = exits.enter_context(interrupt())
+        return _loop(run, state, start, checkpoints, records, reporter, interrupted)
 
 
-def _begin(run: Run, checkpoints: Checkpoints, resume: bool) -> tuple[TrainState, int]:
-    if resume and checkpoints.latest is not None:
-        restored = checkpoints.restore(run.step)
-        if restored.config != checkpoints.config:
-            changed = [
-                f"{name} was {restored.config.get(name)!r} and is {value!r}"
-                for name, value in checkpoints.config.items()
-                if restored.config.get(name) != value
-            ]
-            raise ConfigError(
-                f"The checkpoint is of another config: {'; '.join(changed)}. Use another folder, or `--fresh`."
-            )
-        return restored.state, int(restored.data["position"])
-    return run.step.init(jax.random.key(run.config.seed)), 0
+def open_checkpoints(config: Config, folder: Path) -> Checkpoints:
+    """The checkpoints of a run."""
+    never = sys.maxsize  # the last step is saved whatever this says
+    return Checkpoints(
+        folder / "checkpoints",
+        keep=config.keep,
+        every=config.checkpoint_every or never,
+        config=_compared(config.as_dict()),
+    )
+
+
+def restore(run: Run, checkpoints: Checkpoints) -> Restored:
+    """The newest checkpoint of a run, which must be of the same config."""
+    saved, wanted = checkpoints.config, checkpoints.config
+    with contextlib.suppress(CheckpointDamaged):  # of which `restore` has more to say
+        saved = read_manifest(checkpoints.directory / str(checkpoints.latest)).config
+    if saved != wanted:
+        changed = [
+            f"{name} was {saved.get(name)!r} and is {wanted.get(name)!r}"
+            for name in {**saved, **wanted}
+            if saved.get(name) != wanted.get(name)
+        ]
+        raise ConfigError(
+            f"The checkpoint is of another config: {'; '.join(changed)}. Use another folder, or `--fresh`."
+        )
+    return checkpoints.restore(run.step)
 
 
 def _compared(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings that a run must share with the checkpoint that it goes on from."""
+    """The settings that a run must share with the checkpoint that it goes on from, as JSON brings them back."""
     free = {"steps", "log_every", "evaluate_every", "checkpoint_every", "keep"}
-    return {name: value for name, value in settings.items() if name not in free}
+    return json.loads(json.dumps({name: value for name, value in settings.items() if name not in free}))
 
 
 def _loop(
-    run: Run, state: TrainState, start: int, checkpoints: Checkpoints, records: Records, reporter: Reporter
+    run: Run,
+    state: TrainState,
+    start: int,
+    checkpoints: Checkpoints,
+    records: Records,
+    reporter: Reporter,
+    interrupted: Preemption,
 ) -> Result:
     config, began = run.config, time.perf_counter()
     held_out: dict[str, float] = {}
     waiting: tuple[int, Any, np.ndarray] | None = None
-    position, finished = start, True
+    position, stopped = start, False
 
-    def tell(step: int, metrics: Any, weights: np.ndarray) -> None:
+    def tell() -> None:
+        nonlocal waiting
+        if waiting is None:
+            return
+        (step, metrics, weights), waiting = waiting, None
         found = jax.device_get(metrics)
         skipped = int(found.pop("skipped").sum())
         values = {name: float(np.average(value, weights=weights)) for name, value in found.items()}
@@ -147,35 +172,37 @@ def _loop(
 
     with ThreadPoolExecutor(1) as ahead:
         coming = _request(ahead, config, position)
-        try:
-            while position < config.steps:
-                batch = coming.result()
-                coming = _request(ahead, config, position + 1)
-                state, metrics = run.step(state, batch.inputs, batch.targets, batch.reset, batch.mask)
-                position += 1
-                if waiting is not None:
-                    tell(*waiting)  # one step late, so that the device never waits
-                waiting = (position, metrics, _weights(batch, run.step.window))
-                if config.evaluate_every and position % config.evaluate_every == 0 and position < config.steps:
-                    held_out.update(evaluate(run, state.params))
-                    records.write(position, "test", held_out)
-                checkpoints.save(state, data={"position": position}, force=position == config.steps)
-                if checkpoints.reached_preemption():
-                    finished = position == config.steps
+        while True:
+            if position >= config.steps or (position and _is_due(position, config.evaluate_every)):
+                tell()
+                held_out = evaluate(run, state.params)
+                records.write(position, "test", held_out)
+            if position >= config.steps:
+                break
+            batch = coming.result()
+            coming = _request(ahead, config, position + 1)
+            state, metrics = run.step(state, batch.inputs, batch.targets, batch.reset, batch.mask)
+            position += 1
+            tell()  # one step late, so that the device never waits
+            waiting = (position, metrics, _weights(batch, run.step.window))
+            stop = bool(interrupted) or checkpoints.reached_preemption() or position == config.steps
+            if stop or _is_due(position, config.checkpoint_every):
+                tell()  # before the checkpoint is there: a run that goes on from it writes later lines only
+            saved = checkpoints.save(state, data={"position": position}, force=stop)
+            if saved and (interrupted or checkpoints.reached_preemption()):
+                stopped = position < config.steps
+                if stopped:
                     break
-        except KeyboardInterrupt:
-            finished = False
-            checkpoints.save(state, data={"position": position}, force=True)
-    if waiting is not None:
-        tell(*waiting)
+    tell()
     checkpoints.wait()
     seconds = time.perf_counter() - began
-    if not finished:
+    if stopped:
         reporter.say(f"Stopped after step {position}, saved. Run the same command again to go on.")
-        return Result(state, held_out, False, seconds)
-    held_out.update(evaluate(run, state.params))
-    records.write(position, "test", held_out)
-    return Result(state, dict(held_out), True, seconds)
+    return Result(state, held_out, not stopped, seconds)
+
+
+def _is_due(position: int, every: int) -> bool:
+    return bool(every) and position % every == 0
 
 
 def _weights(batch: Batch, window: int | None) -> np.ndarray:
@@ -191,9 +218,10 @@ def _request(pool: ThreadPoolExecutor, config: Config, position: int) -> Future[
 def evaluate(run: Run, params: Any) -> dict[str, float]:
     """Metrics of the held-out data."""
     totals: dict[str, float] = {}
-    weight = 0.0
+    weight, carry = 0.0, run.model.initial_carry()  # streams go on from batch to batch
     for batch in run.config.task.test_batches(run.config.batch_size):
-        found = {name: float(value) for name, value in run.measure(params, batch).items()}
+        carry, values = run.measure(params, carry, batch)
+        found = {name: float(value) for name, value in values.items()}
         count = found.pop("count")
         weight += count
         for name, value in found.items():
@@ -216,21 +244,28 @@ def _loss_of(task: Task) -> Callable[[Any, Any], Any]:
     return lambda outputs, targets: jnp.mean(jnp.square(outputs - targets))
 
 
-def _measure_of(model: Model, task: Task) -> Callable[[Any, Batch], dict[str, Array]]:
+def _measure_of(model: Model, task: Task) -> Callable[[Any, Any, Batch], tuple[Any, dict[str, Array]]]:
     of_step = _loss_of(task)
 
     @jax.jit
-    def measure(params: Any, inputs: Array, targets: Array, mask: Array) -> dict[str, Array]:
-        def at(carry: Any, x: Array) -> tuple[Any, Array]:
+    def measure(params: Any, carry: Any, given: Batch) -> tuple[Any, dict[str, Array]]:
+        inputs, targets, mask, reset = given
+
+        def at(carry: Any, now: tuple[Array, Array]) -> tuple[Any, Array]:
+            x, is_new = now
+            carry = jax.tree.map(lambda new, old: _where(is_new, new, old), model.initial_carry(), carry)
             return model.apply(params, carry, x)
 
-        _, outputs = jax.lax.scan(at, model.initial_carry(), inputs)
+        carry, outputs = jax.lax.scan(at, carry, (inputs, reset))
         alone = jax.vmap(jax.vmap(lambda o, t: of_step(o[None], t[None])))(outputs, targets)
         values = {"loss": alone[0], **alone[1]} if isinstance(alone, tuple) else {"loss": alone}
         count = mask.sum()
-        return {
-            **{name: (value * mask).sum() / jnp.maximum(count, 1) for name, value in values.items()},
-            "count": count,
-        }
+        means = {name: (value * mask).sum() / jnp.maximum(count, 1) for name, value in values.items()}
+        return carry, {**means, "count": count}
 
-    return lambda params, batch: measure(params, batch.inputs, batch.targets, batch.mask)
+    return measure
+
+
+def _where(rows: Array, new: Array, old: Array) -> Array:
+    """One array in some rows, the other elsewhere."""
+    return jnp.where(rows.reshape(rows.shape + (1,) * (old.ndim - 1)), new, old)

@@ -1,0 +1,42 @@
+"""Ctrl-C: a run ends between two steps, so that what it saves is whole."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..preemption import Preemption
+
+__all__ = ["interrupt"]
+
+
+@contextmanager
+def interrupt() -> Iterator[Preemption]:
+    """Take the first Ctrl-C meanwhile as a notice; a second one interrupts as ever.
+
+    Where interrupts are ignored, as in jobs that a shell has put aside, they still are.
+
+    >>> with interrupt() as notice:
+    ...     signal.raise_signal(signal.SIGINT)
+    ...     bool(notice)
+    True
+    """
+    notice = Preemption()
+    former = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or former in (None, signal.SIG_IGN):
+        yield notice
+        return
+
+    def told(number: int, frame: Any) -> None:
+        del number, frame
+        notice.set()
+        signal.signal(signal.SIGINT, former)
+
+    signal.signal(signal.SIGINT, told)
+    try:
+        yield notice
+    finally:
+        signal.signal(signal.SIGINT, former)
