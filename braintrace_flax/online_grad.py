@@ -18,6 +18,7 @@ from .window import Credit, Window, as_present
 
 __all__ = ["OnlineGradState", "is_online_state", "online_grad", "reset_traces", "settings_of", "skipped_of"]
 
+_SMALL = 2**16
 _RIGHT_CALL = "`tx.update(grads, opt_state, params, online=window)`, where `window` comes from `value_and_grad`"
 
 # States of what must not stand around it.
@@ -278,5 +279,10 @@ def _cleared(name: str, trace: Array) -> Array:
 
 def _all_finite(tree: Any) -> Array:
     leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    if jax.device_count() == 1:  # a small array costs a call, not time: together they are one
+        small = [leaf for leaf in leaves if leaf.size <= _SMALL]
+        leaves = [leaf for leaf in leaves if leaf.size > _SMALL]
+        for dtype in dict.fromkeys(leaf.dtype for leaf in small):
+            leaves.append(jnp.concatenate([leaf.ravel() for leaf in small if leaf.dtype == dtype]))
     fine = [jnp.isfinite(leaf).all() for leaf in leaves]
     return jnp.stack(fine).all() if fine else jnp.ones((), bool)

@@ -11,7 +11,7 @@ config = Config(
     task=DelayedMatch(),
     network=ALIF(units=100),
     rule="pp_prop",
-    window=10,
+    window=12,
     batch_size=64,
     steps=1000,
     learning_rate=2e-3,
