@@ -251,7 +251,7 @@ def _measure_of(model: Model, task: Task) -> Callable[[Any, Any, Batch], tuple[A
     def measure(params: Any, carry: Any, given: Batch) -> tuple[Any, dict[str, Array]]:
         inputs, targets, mask, reset = given
 
-        def at(carry: Any, now: tuple[Array, Array]) -> tuple[Any, Array]:
+        def at(carry: Any, now: Any) -> tuple[Any, Array]:
             x, is_new = now
             carry = jax.tree.map(lambda new, old: _where(is_new, new, old), model.initial_carry(), carry)
             return model.apply(params, carry, x)
