@@ -139,14 +139,14 @@ def online_grad(
         present = as_present(compiled, online)
         start = None if online.reset is None else compiled.initial_leaves()
         traces = {n: jnp.where(state.broken, _cleared(n, trace), trace) for n, trace in state.traces.items()}
-        fine = _all_finite([present.signal, present.after, present.inputs])
+        fine = _all_finite([gradients, present.signal, present.after, present.inputs])
         more, advanced = past_gradient(compiled.plan, chosen, parameters, traces, present, start, credit)
         total = [
             jnp.zeros_like(g) if i in compiled.frozen_leaves else g + m.astype(g.dtype)
             for i, (g, m) in enumerate(zip(gradients, more, strict=True))
         ]
-        # Where the gradient alone is not finite, the traces may be to blame. They start anew with the next window: to
-        # decide it now would keep two copies of them.
+        # Where only the whole is not finite, the traces are broken. They start anew with the next window: to decide it
+        # now would keep two copies of them.
         keep = fine & _all_finite(total)
         new = [
             jnp.where(keep, gradient, jnp.zeros_like(gradient)).astype(p.dtype)
