@@ -134,9 +134,7 @@ def peer(units: int, batch: int) -> Callable[[Any, Any], Any] | None:
 
         @brainstate.transform.jit
         def train(inputs: Any, targets: Any) -> Any:
-            grads, values = learner.etrace_grad(
-                inputs, targets, step_fn=of_step, reduction="mean", return_value=True
-            )
+            grads, values = learner.etrace_grad(inputs, targets, step_fn=of_step, reduction="mean", return_value=True)
             optimizer.step(grads)
             return values
 

@@ -35,7 +35,8 @@ CORE_LAYERS = {
 ABOVE_THE_CORE = ("braintrace_flax", "flax", "optax", "orbax")
 COMPAT = Path("braintrace_core/_compat.py")
 VERSION_DEPENDENT_JAX = ("jax.core", "jax.extend", "jax.interpreters")
-DISTRIBUTIONS = {"orbax": "orbax-checkpoint", "sklearn": "scikit-learn"}  # import name -> distribution, where they differ
+# Import name -> distribution, where they differ.
+DISTRIBUTIONS = {"orbax": "orbax-checkpoint", "sklearn": "scikit-learn"}
 
 
 # Layers
