@@ -28,9 +28,8 @@ args = parser.parse_args()
 
 BATCH, WINDOW = 16, 16
 task = Text(length=64, file=args.file)
-parts = LRU(units=args.units, width=args.units, layers=args.layers).build(
-    task.num_inputs, task.num_outputs, tokens=True
-)
+network = LRU(units=args.units, width=args.units, layers=args.layers)
+parts = network.build(task.num_inputs, task.num_outputs, tokens=True)
 model = braintrace.compile(parts.step, jnp.zeros(BATCH, jnp.int32), params=parts.init, carry=parts.carry)
 tx = optax.chain(braintrace.online_grad(model), optax.clip_by_global_norm(1.0), optax.adam(3e-3))
 

@@ -1,8 +1,8 @@
 """Digits, pixel by pixel: what are traces worth, and how near do they come to back-propagation?
 
-One network, two layers of linear recurrent units, is trained with each rule on the same batches, from the same parameters.
-The answer is due at the last 8 of 64 pixels, and all but `bptt` update after every 8 pixels: `d_rtrl` knows of the other
-56 by its traces, `tbptt` and `immediate` (without traces, each pixel for itself) do not.
+One network, two layers of linear recurrent units, is trained with each rule on the same batches, from the same
+parameters. The answer is due at the last 8 of 64 pixels, and all but `bptt` update after every 8 pixels: `d_rtrl` knows
+of the other 56 by its traces, `tbptt` and `immediate` (without traces, each pixel for itself) do not.
 
     python examples/digits_lru.py
 """

@@ -18,7 +18,8 @@ CASES = {
     "digits_lru": ("--steps 30 --units 16 --layers 1 --rules d_rtrl", {r"d_rtrl +8 +([\d.]+)%": (20, 100)}),
     "evidence_alif": (
         "--steps 20 --units 20 --cues 1",
-        {r"result: ([\d.]+)%": (58, 100), r"symmetric feedback, ([\d.]+)%": (53, 100)},  # chance is 50
+        # Chance is 50; the two would be the same if the random way back were not taken.
+        {r"result: ([\d.]+)%": (65, 100), r"symmetric feedback, ([\d.]+)%": (40, 64)},
     ),
     "lora": ("--steps 30", {r"base: ([\d.]+)% of": (30, 100), r"lora: .*\nlora: .* ([\d.]+)\nbase": (0, 3.5)}),
     "match_spiking": ("--steps 25 --units 32", {r"result: ([\d.]+)%": (60, 100)}),  # chance is 50
