@@ -18,7 +18,7 @@ import braintrace_flax as braintrace
 from braintrace_flax.tasks import Copy
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--steps", type=int, default=1000, help="batches to train on, for each rule")
+parser.add_argument("--steps", type=int, default=500, help="batches to train on, for each rule")
 parser.add_argument("--units", type=int, default=64)
 parser.add_argument("--rules", nargs="+", default=["d_rtrl", "pp_prop", "tbptt"])
 args = parser.parse_args()
