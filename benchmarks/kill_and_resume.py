@@ -95,8 +95,14 @@ def main() -> int:
             while kills < given.kills and kill(start(config, folder), folder, rng):
                 kills += 1
                 saving += any(UNFINISHED in name for name in names(folder))
-            failed = start(config, folder).wait()
-            same += not failed and outcome(config, folder) == expected
+            if start(config, folder).wait():
+                print("A run that went on failed.")
+                continue
+            found = outcome(config, folder)
+            parts = [name for name, a, b in zip(("state", "metrics"), found, expected, strict=True) if a != b]
+            same += not parts
+            if parts:
+                print(f"Another {' and '.join(parts)} than in peace.")
     print(f"{kills} kills, {saving} of them during a save, of {chains} runs in {time.perf_counter() - began:.0f} s")
     print(f"{same} of {chains} runs ended with the same bits as the run that was left in peace")
     return int(same != chains)
