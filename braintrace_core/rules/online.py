@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._compat import Var
+from .._compat import Var, bind_equation
+from ..compiler.jaxpr_tools import evaluate
 from .baselines import BPTT, TBPTT, checkpointed_gradient
 from .dni import DNI, with_future
 from .eprop import EProp
@@ -199,6 +200,9 @@ def step_gradient(
         want_present=modulator is None,
         feedback=random_feedback(plan, rule, frontier),
     )
+    if beside := [i for i in program.seen_past_states if i not in plan.not_followed]:
+        direct = _past_states(plan, beside, loss, parameters, window)
+        gradient = gradient._replace(operators={**gradient.operators, **direct})
     local = program.local_values(frontier, window.record)
     gradients = program.parameter_gradients(parameters, program.operand_gradients(frontier, local, gradient))
     if modulator is not None:
@@ -265,6 +269,12 @@ def random_feedback(plan: RulePlan, rule: Rule | None, frontier: Mapping[Var, An
                     draw = jax.random.normal(jax.random.fold_in(key, j), var.shape, var.dtype)
                     operands[j] = lax.stop_gradient(scale * draw)
             found[i] = operands
+    if not found:
+        raise ValueError(
+            'EProp(feedback="random") found no readout to send errors back through: no weight stands between the hidden '
+            "states and the outputs of a step. A readout that is a hidden state itself (a leaky one in the carry) is not "
+            "taken for one: let the outputs be `h @ weights`, and use `kappa` for the leak."
+        )
     return found
 
 
@@ -309,6 +319,41 @@ def _whole_step_signals(plan: RulePlan, loss: Any, parameters: Sequence[Any], wi
         values = [by_path[p] for p in group.hidden_paths]
         groups.append(tuple(group.components.of_cotangents(values, a) for a in range(len(group.components))))
     return tuple(groups)
+
+
+def _past_states(plan: RulePlan, loss: Any, parameters: Sequence[Any], window: WindowResult) -> dict[int, Array]:
+    """For operators that a trace follows, what the outputs of a step say of their results past all hidden states.
+
+    A result may feed a hidden state and be an output too; the trace knows nothing of the latter.
+    """
+    program, minfo = plan.program, plan.graph.module_info
+    operators = program.schedule.operators
+    hidden = {v for group in plan.graph.hidden_groups for v in group.hidden_outvars}
+    states = [window.record.values[program.schedule.recorded.index(v)] for v in program.state_invars]
+    weights = dict(zip(minfo.weight_invars, parameters, strict=True))
+
+    def one(inputs: Any, states: Any, terms: Any) -> Any:
+        known = {
+            **weights,
+            **dict(zip(minfo.input_invars, inputs, strict=True)),
+            **dict(zip(program.state_invars, states, strict=True)),
+        }
+        added = {operators[i].y: term for i, term in zip(followed, terms, strict=True)}
+
+        def run(eqn: Any, values: list[Any]) -> list[Any]:
+            found = zip(eqn.outvars, bind_equation(eqn, values), strict=True)
+            found = [(v, value + added[v] if v in added else value) for v, value in found]
+            return [lax.stop_gradient(value) if v in hidden else value for v, value in found]
+
+        return evaluate(minfo.jaxpr, minfo.consts, [known[v] for v in minfo.jaxpr.invars], run)[: minfo.num_var_out]
+
+    def value(terms: list[Array]) -> Array:
+        outputs = jax.vmap(jax.vmap(one))(window.record.inputs, states, terms)
+        return loss(window._replace(outputs=outputs))[0]
+
+    results = [operators[i].y.aval for i in followed]
+    zeros = [jnp.zeros((*window.record.sizes, *y.shape), y.dtype) for y in results]
+    return dict(zip(followed, jax.grad(value)(zeros), strict=True))
 
 
 def _modulated(plan: RulePlan, modulator: Array) -> Groups:

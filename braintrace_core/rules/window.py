@@ -257,6 +257,22 @@ class WindowProgram:
         return found
 
     @cached_property
+    def seen_past_states(self) -> list[int]:
+        """The operators whose result reaches the outputs of the same step without passing through a hidden state."""
+        minfo = self.graph.module_info
+        hidden = {v for group in self.graph.hidden_groups for v in group.hidden_outvars}
+        results = {v for v in minfo.jaxpr.outvars[: minfo.num_var_out] if isinstance(v, Var)}
+        found = []
+        for i, operator in enumerate(self.schedule.operators):
+            reached = {operator.y} - hidden
+            for eqn in minfo.jaxpr.eqns:
+                if any(isinstance(v, Var) and v in reached for v in eqn.invars):
+                    reached.update(v for v in eqn.outvars if v not in hidden)
+            if reached & results:
+                found.append(i)
+        return found
+
+    @cached_property
     def outputs_see_states_only(self) -> bool:
         """Whether the outputs of a step see its operators through the states after it alone.
 

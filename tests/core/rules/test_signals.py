@@ -115,3 +115,35 @@ def test_bytes_are_those_of_the_traces(rule):
     graph = compile_step_graph(CASE.step, CASE.params, CASE.carry, INPUTS[0, 0])
     traces = rule.init(graph, 4)
     assert rule.bytes(graph, 4) == sum(leaf.nbytes for leaf in traces.values())
+
+
+def readout_state(result_too):
+    """A readout whose result is a hidden state, and maybe an output besides."""
+
+    def step(params, carry, x):
+        v, y = carry
+        v = 0.9 * v + jnp.tanh(x @ params["w"])
+        now = v @ params["out"]
+        y = 0.8 * y + now
+        return (v, y), now if result_too else y
+
+    params = {"w": CASE.params["w"], "out": CASE.params["r"]}
+    return zoo.Case(step, params, (jnp.zeros(zoo.UNITS), jnp.zeros(2)))
+
+
+@pytest.mark.parametrize("result_too", [False, True])
+def test_an_operator_that_feeds_a_state_and_the_output_gets_both_parts(result_too):
+    """The recurrences are unit by unit and the loss sees one step, so step credit is exact for a single step."""
+    case = readout_state(result_too)
+    carry, inputs = zoo.batch_of(case)
+    found, _ = zoo.online(case, DRTRL(), 1, carry, inputs[:1], credit="step")
+    zoo.assert_close(found, zoo.bptt(case, carry, inputs[:1]))
+    later, _ = zoo.online(case, DRTRL(), 2, carry, inputs, credit="step")
+    zoo.assert_close({"out": later["out"]}, {"out": zoo.bptt(case, carry, inputs)["out"]})
+
+
+def test_random_feedback_needs_a_readout():
+    case = readout_state(False)
+    carry, inputs = zoo.batch_of(case)
+    with pytest.raises(ValueError, match="found no readout to send errors back through"):
+        zoo.online(case, EProp(feedback="random"), 1, carry, inputs[:1], credit="step")
