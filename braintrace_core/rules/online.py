@@ -271,9 +271,9 @@ def random_feedback(plan: RulePlan, rule: Rule | None, frontier: Mapping[Var, An
             found[i] = operands
     if not found:
         raise ValueError(
-            'EProp(feedback="random") found no readout to send errors back through: no weight stands between the hidden '
-            "states and the outputs of a step. A readout that is a hidden state itself (a leaky one in the carry) is not "
-            "taken for one: let the outputs be `h @ weights`, and use `kappa` for the leak."
+            'EProp(feedback="random") found no readout to send errors back through: no weight stands between the '
+            "hidden states and the outputs of a step. A readout that is a hidden state itself (a leaky one in the "
+            "carry) is not taken for one: let the outputs be `h @ weights`, and use `kappa` for the leak."
         )
     return found
 
@@ -321,8 +321,10 @@ def _whole_step_signals(plan: RulePlan, loss: Any, parameters: Sequence[Any], wi
     return tuple(groups)
 
 
-def _past_states(plan: RulePlan, loss: Any, parameters: Sequence[Any], window: WindowResult) -> dict[int, Array]:
-    """For operators that a trace follows, what the outputs of a step say of their results past all hidden states.
+def _past_states(
+    plan: RulePlan, followed: Sequence[int], loss: Any, parameters: Sequence[Any], window: WindowResult
+) -> dict[int, Array]:
+    """For some operators that a trace follows, what the outputs of a step say of their results past all hidden states.
 
     A result may feed a hidden state and be an output too; the trace knows nothing of the latter.
     """
