@@ -343,9 +343,9 @@ def _past_states(
         added = {operators[i].y: term for i, term in zip(followed, terms, strict=True)}
 
         def run(eqn: Any, values: list[Any]) -> list[Any]:
-            found = zip(eqn.outvars, bind_equation(eqn, values), strict=True)
-            found = [(v, value + added[v] if v in added else value) for v, value in found]
-            return [lax.stop_gradient(value) if v in hidden else value for v, value in found]
+            results = zip(eqn.outvars, bind_equation(eqn, values), strict=True)
+            moved = [(v, value + added[v] if v in added else value) for v, value in results]
+            return [lax.stop_gradient(value) if v in hidden else value for v, value in moved]
 
         return evaluate(minfo.jaxpr, minfo.consts, [known[v] for v in minfo.jaxpr.invars], run)[: minfo.num_var_out]
 
