@@ -11,8 +11,9 @@ FIND_PYTHON := bash .ci/find-python
 PYTHON ?= $(shell $(FIND_PYTHON) 3.11 3.12 3.13)
 PYTHON_NEWEST ?= $(shell $(FIND_PYTHON) 3.13)
 PYTEST_ARGS ?= -n 2
-# What has to hold on the newest JAX: whatever looks inside a jaxpr.
-NEWEST_TESTS := $(wildcard tests/core/ops tests/core/compiler) braintrace_core
+# What has to hold on the newest JAX: whatever looks inside a jaxpr, and a training step from end to end.
+NEWEST_TESTS := tests/core/ops tests/flax/test_train_step.py braintrace_core \
+  $(foreach name,bad_input calls containers modules positions traps,tests/core/compiler/test_$(name).py)
 
 REQUIREMENTS := pyproject.toml $(wildcard constraints/*.txt)
 PIP := -m pip --disable-pip-version-check --quiet

@@ -236,7 +236,7 @@ class CountedTwice:
 
     def __init__(self, model, rule):
         self.rule, self.names = rule, READERS[model]
-        self.init, self.advance = rule.init, rule.advance
+        self.init = rule.init
         if model == "CUBA":
             self.slope = 1 - np.exp(-1 / TAU)
         else:
@@ -244,11 +244,11 @@ class CountedTwice:
             c, h = map(jnp.stack, zip(*states, strict=True))
             self.slope = h / jnp.tanh(c) * (1 - jnp.tanh(c) ** 2)
 
-    def step_gradient(self, traces, factors, signals):
+    def step_gradient_and_advance(self, traces, factors, signals):
         (group,), (now,) = signals.plan.graph.hidden_groups, signals.groups
         state, reader = ([path[-1] for path in group.hidden_paths].index(name) for name in self.names)
         now = [s + self.slope * now[reader] if a == state else s for a, s in enumerate(now)]
-        return self.rule.step_gradient(traces, factors, replace(signals, groups=(tuple(now),)))
+        return self.rule.step_gradient_and_advance(traces, factors, replace(signals, groups=(tuple(now),)))
 
 
 def bptt_of_blind_operators(model):
