@@ -4,7 +4,7 @@
 
 Prints, each as a ratio measured in one run, contenders taking turns: host time of a call against a hand-written jitted
 step of the same network (window 1, batch 1; to stay within 1.2x), how often 1,000 calls compiled (once), and the time
-of a time step against back-propagation through the whole sequence and against the peer library, end to end with the same
+of a time step against back-propagation through the whole sequence and against the peer, end to end with the same
 optimizer.
 """
 
