@@ -18,7 +18,7 @@ from .window import Credit, Window, as_present
 
 __all__ = ["OnlineGradState", "is_online_state", "online_grad", "reset_traces", "settings_of", "skipped_of"]
 
-_SMALL = 2**16
+_SMALL = 2**11
 _RIGHT_CALL = "`tx.update(grads, opt_state, params, online=window)`, where `window` comes from `value_and_grad`"
 
 # States of what must not stand around it.

@@ -17,7 +17,7 @@ from braintrace_core.rules import BPTT, QualityMeter, past_gradient
 from .checks import check_mask, check_modulator, check_reset, check_state, check_targets, check_time, split_inputs
 from .explicit import on_any_mesh, sharding_of
 from .model import Model
-from .online_grad import is_online_state, settings_of, skipped_of
+from .online_grad import settings_of, skipped_of
 from .sharding import BATCH_AXES, shardings
 from .state import TrainState
 from .window import Reduction, as_present, value_and_grad, window_losses
@@ -218,15 +218,9 @@ class TrainStep:
         params = optax.apply_updates(state.params, updates)
         skipped = skipped_of(opt_state) != skipped_of(state.opt_state)
 
-        def unless_skipped(new: Any, old: Any) -> Any:
-            return new if is_online_state(new) else jnp.where(skipped, old, new)
-
-        # As if the window had not been: momentum and decay would move parameters even where updates are zero.
-        params, carry, opt_state = jax.tree.map(
-            unless_skipped,
-            (params, carry, opt_state),
-            (state.params, state.carry, state.opt_state),
-            is_leaf=is_online_state,
+        # Parameters stay where they are: momentum and decay would move them even where updates are zero.
+        params, carry = jax.tree.map(
+            lambda new, old: jnp.where(skipped, old, new), (params, carry), (state.params, state.carry)
         )
         value, more = value if isinstance(value, tuple) else (value, {})
         metrics = {"loss": value, "skipped": skipped}

@@ -1,4 +1,7 @@
-"""A window that is not finite is as if it had not been: it is counted, and training goes on from where it was."""
+"""A window that is not finite is counted and left out, and training goes on from where it was.
+
+Moments of an optimizer see a gradient of zero; parameters, carry and traces are as if the window had not been.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +17,9 @@ pytestmark = pytest.mark.loose_promotion  # Optax relies on it
 
 @pytest.fixture(scope="module", params=["window", "step"])
 def step(request):
-    tx = optax.chain(braintrace.online_grad(small.model(), credit=request.param), optax.adamw(0.05, weight_decay=0.1))
+    tx = optax.chain(
+        braintrace.online_grad(small.model(), credit=request.param), optax.add_decayed_weights(0.1), optax.sgd(0.05)
+    )
     return braintrace.train_step(small.model(), tx, window=2, donate=False)(small.loss)
 
 
@@ -47,6 +52,19 @@ def test_training_goes_on_as_if_the_window_had_not_been(step, without, where):
     assert_like(state, without[1])
     assert small.differs(state.params, without[0].params)
     assert int(optax.tree.get(state.opt_state, "skipped")) == 1
+
+
+def test_momentum_does_not_move_parameters_meanwhile():
+    tx = optax.chain(braintrace.online_grad(small.model()), optax.adamw(0.05, weight_decay=0.1))
+    step = braintrace.train_step(small.model(), tx, window=2, donate=False)(small.loss)
+    inputs, targets = small.data(6)
+    first, _ = step(step.init(jax.random.key(0)), inputs[:2], targets[:2])
+    second, _ = step(first, inputs[2:4].at[0].set(jnp.nan), targets[2:4])
+    small.assert_same((second.params, second.carry), (first.params, first.carry))
+    third, metrics = step(second, inputs[4:], targets[4:])
+    assert np.isfinite(metrics["loss"]).all()
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves((third.params, third.opt_state[1])))
+    assert small.differs(third.params, first.params)
 
 
 def test_the_same_within_one_call(step, without):
