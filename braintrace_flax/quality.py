@@ -11,9 +11,9 @@ import optax
 
 from braintrace_core.rules import GradientComparison, Rule, compare_gradients, get_rule, past_gradient
 
-from .checks import check_compiled, check_reset, check_targets, check_time, leaf_paths
+from .checks import check_compiled, check_mask, check_reset, check_targets, check_time, leaf_paths
 from .model import Model
-from .window import Credit, as_present, value_and_grad
+from .window import Credit, as_present, value_and_grad, window_losses
 
 __all__ = ["check_against_bptt"]
 
@@ -29,6 +29,7 @@ def check_against_bptt(
     loss: Callable[..., Any] | None = None,
     credit: Credit = "window",
     reset: Any = None,
+    mask: Any = None,
 ) -> GradientComparison:
     """Compare the sum of a rule's online gradients over a sequence with back-propagation through all of it.
 
@@ -42,6 +43,7 @@ def check_against_bptt(
       loss: of one time step; None for the cross-entropy where targets are integers, else the squared error.
       credit: ``"window"`` or ``"step"``.
       reset: where new sequences start.
+      mask: which steps, or which examples of them, count.
 
     Returns:
       For each parameter the cosine, the ratio of norms and the relative error; printing it shows a table.
@@ -63,6 +65,7 @@ def check_against_bptt(
     steps = check_time(model, inputs)
     check_targets(targets, steps)
     check_reset(model, reset, steps)
+    check_mask(model, mask, steps)
     length = steps if window is None else window
     chosen = get_rule(rule)
     of_step = _default_loss(targets) if loss is None else loss
@@ -70,9 +73,9 @@ def check_against_bptt(
     start = None if reset is None else model.initial_leaves()
 
     @jax.jit
-    def one(params: Any, carry: Any, traces: Any, inputs: Any, targets: Any, reset: Any) -> Any:
+    def one(params: Any, carry: Any, traces: Any, inputs: Any, targets: Any, reset: Any, mask: Any) -> Any:
         run = value_and_grad(model, of_step, credit, rule=chosen)
-        (_, carry), grads, seen = run(params, carry, inputs, targets, reset)
+        (_, carry), grads, seen = run(params, carry, inputs, targets, reset, mask)
         more, traces = past_gradient(
             model.plan, chosen, model.param_leaves(params), traces, as_present(model, seen), start, credit
         )
@@ -80,21 +83,20 @@ def check_against_bptt(
 
     def all_of(params: Any, carry: Any) -> Any:
         def at(carry: Any, now: Any) -> Any:
-            values, wanted, restart = now
+            values, restart = now
             if restart is not None:
                 carry = _restarted(model, carry, restart)
             values = values if len(model.inputs_shape) > 1 else (values,)
-            carry, out = model.apply(params, carry, *values)
-            result = of_step(out, wanted)
-            return carry, result[0] if isinstance(result, tuple) else result
+            return model.apply(params, carry, *values)
 
-        return jax.lax.scan(at, carry, (inputs, targets, reset))[1].sum()
+        _, outputs = jax.lax.scan(at, carry, (inputs, reset))
+        return window_losses(of_step, outputs, targets, mask, "sum")[0]
 
     truth = jax.jit(jax.grad(all_of))(params, carry)
     traces = chosen.init(model.plan, model.examples)
     total = [jnp.zeros_like(leaf) for leaf in leaves]
     for first in range(0, steps, length):
-        now = jax.tree.map(lambda a: a[first : first + length], (inputs, targets, reset))  # noqa: B023
+        now = jax.tree.map(lambda a: a[first : first + length], (inputs, targets, reset, mask))  # noqa: B023
         carry, traces, found = one(params, carry, traces, *now)
         total = [a + b for a, b in zip(total, found, strict=True)]
     names = leaf_paths(model.params_shape)

@@ -354,6 +354,9 @@ def test_the_distance_to_back_propagation():
     assert [row.name for row in table.rows] == ["a", "r", "w", "all"]
     assert all(row.relative_error < 1e-9 for row in table.rows)
     assert "DRTRL(), window credit, window of 1, 4 steps, against BPTT" in str(table)
+    mask = jnp.asarray(np.random.default_rng(0).random((4, small.BATCH)) < 0.5)
+    masked = braintrace.check_against_bptt(*where, inputs, targets, window=1, mask=mask)
+    assert all(row.relative_error < 1e-9 for row in masked.rows)
     with pytest.raises(ValueError, match="Nothing to compare: the gradients of a, r, w are zero"):
         braintrace.check_against_bptt(*where, jnp.zeros_like(inputs), targets, window=2)
 
