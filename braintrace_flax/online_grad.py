@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from braintrace_core.rules import EProp, Rule, Traces, get_rule, past_gradient
+from braintrace_core.rules import TBPTT, EProp, Rule, Traces, get_rule, past_gradient
 
 from .checks import check_credit
 from .explicit import on_any_mesh, sharding_of
@@ -147,7 +147,7 @@ def online_grad(
         ]
         # Where only the whole is not finite, the traces are broken. They start anew with the next window: to decide it
         # now would keep two copies of them.
-        keep = fine & _all_finite(total)
+        keep = fine if isinstance(chosen, TBPTT) else fine & _all_finite(total)
         new = [
             jnp.where(keep, gradient, jnp.zeros_like(gradient)).astype(p.dtype)
             for gradient, p in zip(total, parameters, strict=True)
