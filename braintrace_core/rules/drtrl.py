@@ -98,7 +98,10 @@ class DRTRL(Rule):
         credits, before = zip(
             *(carry_back(group, factors.D[g], signals.groups[g]) for g, group in enumerate(plan.groups)), strict=True
         )
-        found = self._gradient_around(traces, new, Signal(tuple(before), factors.operands, plan), factors)
+        # What reaches the window's start came through D: it is on components that recur.
+        found = self._gradient_around(
+            traces, new, Signal(tuple(before), factors.operands, plan), factors, recurrent=True
+        )
         for i, link in enumerate(plan.links):
             credit = credits[link.group]
             at_result = total([times(link.at_operator(credit[a]), factors.df[i][a]) for a in link.moved])
@@ -107,15 +110,17 @@ class DRTRL(Rule):
                 found[f"{link.name}.{key}"] = found[f"{link.name}.{key}"] + value
         return found, new
 
-    def _gradient_around(self, traces: Traces, new: Traces, signal: Signal, factors: WindowFactors) -> OperandGradients:
+    def _gradient_around(
+        self, traces: Traces, new: Traces, signal: Signal, factors: WindowFactors, recurrent: bool = False
+    ) -> OperandGradients:
         """The gradient for a signal at the window's start, from the traces before it or after it.
 
-        After a window of one step the stored trace, which lags by one, is that of the window's start. Where every
-        component is stored it is all that the signal needs; read after it is written, it need not be copied.
+        After a window of one step the stored trace, which lags by one, is that of the window's start. Where a signal is
+        on stored components only, it is all that the signal needs; read after it is written, it need not be copied.
         """
         found: OperandGradients = {}
         for i, link in enumerate(signal.plan.links):
-            if factors.sizes[0] == 1 and link.stored == link.reached:
+            if factors.sizes[0] == 1 and link.stored and (recurrent or link.stored == link.reached):
                 now = {a: signal.groups[link.group][a] for a in link.stored}
                 contracted = _contract(link, new, now, signal.operands[i])
                 found.update({f"{link.name}.{key}": value for key, value in contracted.items()})
