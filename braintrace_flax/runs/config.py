@@ -45,7 +45,9 @@ class Config:
     Other attributes:
       credit: ``"window"`` or ``"step"``.
       trace_dtype: dtype of the traces; empty for that of the parameters.
-      learning_rate, clip, warmup: of Adam; the largest norm of a gradient (0 for any); steps of rising rate.
+      learning_rate, clip: of Adam; the largest norm of a gradient (0 for any).
+      warmup: first steps, in which the learning rate rises from zero.
+      cooldown: last part of the steps, 0 to 1, in which it falls to zero.
       seed: of parameters and data.
       evaluate_every, checkpoint_every, log_every: in steps; 0 for only at the end.
       keep: how many checkpoints to keep.
@@ -63,6 +65,7 @@ class Config:
     learning_rate: float = 1e-3
     clip: float = 1.0
     warmup: int = 0
+    cooldown: float = 0.0
     seed: int = 0
     evaluate_every: int = 200
     checkpoint_every: int = 200
@@ -78,6 +81,8 @@ class Config:
         for field in _NOT_NEGATIVE:
             if not 0 <= getattr(self, field) < math.inf:
                 raise ConfigError(f"`{field}` must be finite and not negative, got {getattr(self, field)}.")
+        if not 0 <= self.cooldown <= 1:
+            raise ConfigError(f"`cooldown` is a part of the steps, 0 to 1, got {self.cooldown}.")
         if self.credit not in ("window", "step"):
             raise ConfigError(f'`credit` is "window" or "step", got {self.credit!r}.')
         try:

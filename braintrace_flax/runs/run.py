@@ -79,12 +79,10 @@ def build(config: Config) -> Run:
         window = task.steps
     if task.steps % window:
         raise ConfigError(f"`window` of {window} steps does not divide the {task.steps} steps of a batch.")
-    rate = config.learning_rate
-    schedule = optax.linear_schedule(0.0, rate, config.warmup) if config.warmup else rate
     tx = optax.chain(
         online_grad(model, rule=rule, credit=_credit(config), trace_dtype=config.trace_dtype or None),
         optax.clip_by_global_norm(config.clip) if config.clip else optax.identity(),
-        optax.adam(schedule),
+        optax.adam(_rate(config, task.steps // window)),
     )
     step = train_step(model, tx, window=window)(_loss_of(task))
     return Run(config, model, step, _measure_of(model, task))
@@ -139,7 +137,9 @@ def restore(run: Run, checkpoints: Checkpoints) -> Restored:
 
 def _compared(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings that a run must share with the checkpoint that it goes on from, as JSON brings them back."""
-    free = {"steps", "log_every", "evaluate_every", "checkpoint_every", "keep"}
+    free = {"log_every", "evaluate_every", "checkpoint_every", "keep"}
+    if not settings["cooldown"]:  # which ends at the last
+        free.add("steps")
     return json.loads(json.dumps({name: value for name, value in settings.items() if name not in free}))
 
 
@@ -227,6 +227,17 @@ def evaluate(run: Run, params: Any) -> dict[str, float]:
         for name, value in found.items():
             totals[name] = totals.get(name, 0.0) + value * count
     return {f"test_{name}": value / max(weight, 1.0) for name, value in totals.items()}
+
+
+def _rate(config: Config, updates: int) -> Any:
+    """The learning rate by the count of updates, of which there are so many a batch."""
+    first, all_of = config.warmup * updates, config.steps * updates
+    last = round(config.cooldown * all_of)
+    if not first and not last:
+        return config.learning_rate
+    rise = optax.linear_schedule(0.0, 1.0, first) if first else optax.constant_schedule(1.0)
+    fall = optax.linear_schedule(1.0, 0.0, last, all_of - last) if last else optax.constant_schedule(1.0)
+    return lambda count: config.learning_rate * rise(count) * fall(count)
 
 
 def _credit(config: Config) -> Any:

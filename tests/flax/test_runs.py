@@ -243,6 +243,16 @@ def test_streams_are_evaluated_as_streams(tmp_path):
     assert found[0]["test_loss"] > 0.1
 
 
+def test_learning_rate_rises_and_falls(config):
+    settings = [("warmup", "2"), ("cooldown", "0.5"), ("steps", "8"), ("learning_rate", "1"), ("window", "2")]
+    changed = with_overrides(load_config(config), settings)
+    rate = runs._rate(changed, 2)  # two updates a step
+    assert [float(rate(i)) for i in range(17)] == [0, 0.25, 0.5, 0.75, *[1] * 5, *(i / 8 for i in range(7, -1, -1))]
+    assert runs._rate(load_config(config), 2) == 1e-3
+    assert "steps" in runs._compared(changed.as_dict())  # with more of them, the rate would have been another
+    assert "steps" not in runs._compared(load_config(config).as_dict())
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)
 def test_configs_are_sound(path):
     config = load_config(path)
@@ -294,6 +304,7 @@ def test_a_config_checks_its_types(values, message):
         ("--steps 1.5", "`steps` is a whole number, got '1.5'."),
         ("--clip big", "`clip` is a number, got 'big'."),
         ("--learning_rate nan", "`learning_rate` must be finite and not negative, got nan."),
+        ("--cooldown 2", "`cooldown` is a part of the steps, 0 to 1, got 2.0."),
         ("--network.units 0", "LRU needs units of at least 1, got 0."),
         ("--task.delay -1", "`task.delay`: Copy needs delay as a whole number of at least 0, got -1."),
         ("--trace_dtype float1", "`trace_dtype` is a dtype such as bfloat16, got 'float1'."),
