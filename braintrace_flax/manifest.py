@@ -16,7 +16,7 @@ import numpy as np
 from .checks import leaf_paths
 from .fingerprint import begin_fingerprints, describe, is_key
 
-__all__ = ["Leaf", "Manifest", "begin_manifest", "differences", "named_leaves"]
+__all__ = ["Leaf", "Manifest", "begin_manifest", "differences", "named_leaves", "versions"]
 
 _PACKAGES = ("flax", "jax", "jaxlib", "optax", "orbax-checkpoint")
 
@@ -108,7 +108,7 @@ def begin_manifest(
             data=data,
             config=config,
             metrics={name: float(value) for name, value in metrics.items()},
-            versions=_versions(),
+            versions=versions(),
         )
 
     return by_name, finish
@@ -182,7 +182,8 @@ def _checked(what: str, value: Any) -> Any:
 
 
 @cache
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of the packages that a run depends on."""
     from . import __version__  # here: the package imports this module before it knows its version
 
     return {"braintrace-flax": __version__, **{name: metadata.version(name) for name in _PACKAGES}}

@@ -3,6 +3,10 @@
 Any setting of the config can be given as ``--name value`` (``--network.units 128`` for a part's own). ``--folder`` says
 where the run is kept, ``--fresh`` starts anew where there are checkpoints, ``--quiet`` shows no progress.
 A run goes on from its newest checkpoint.
+
+On several machines the same command is given on each, with ``--coordinator HOST:PORT`` (the address of the first),
+``--num-processes N`` and ``--process-id I``; ``--coordinator auto`` asks the cluster. ``--peer-timeout`` is how many
+seconds a process may be missing. ``python -m braintrace_flax.launch`` starts several on this machine.
 """
 
 from __future__ import annotations
@@ -11,25 +15,33 @@ import shutil
 import sys
 from pathlib import Path
 
+from jax.experimental import multihost_utils
+
 from .runs.command import Command, main
 from .runs.html import write_report
 from .runs.picture import draw_curves
+from .runs.processes import is_first
 from .runs.run import build, train
+from .runs.watch import AGAIN
 
 __all__: list[str] = []
-
-STOPPED = 75  # the code of a failure that may pass: run again
 
 
 def _train(command: Command) -> int:
     config, folder = command.config, command.folder
-    print(f"{config.name}: {config.rule}, window {config.window or config.task.steps}, in {folder}", flush=True)
+    if is_first():
+        on = f" on {config.mesh}" if config.mesh else ""
+        print(f"{config.name}: {config.rule}, window {config.window or config.task.steps}{on}, in {folder}", flush=True)
     run = build(config)
     if "fresh" in command.switches:
-        _remove(folder)
+        if is_first():
+            _remove(folder)
+        multihost_utils.sync_global_devices("removed")
     result = train(run, folder, quiet="quiet" in command.switches)
     if not result.finished:
-        return STOPPED
+        return AGAIN
+    if not is_first():
+        return 0
     picture = folder / "curves.png"
     drawn = draw_curves(folder / "metrics.jsonl", picture, f"{config.name} ({config.rule})")
     line = f"python -m braintrace_flax.train {command.text}"

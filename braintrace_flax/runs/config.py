@@ -16,10 +16,11 @@ import numpy as np
 
 from braintrace_core.rules import Rule, get_rule
 
+from ..mesh import MeshKind, parse_mesh
 from ..tasks import Task
 from .networks import Network
 
-__all__ = ["Config", "ConfigError", "load_config", "parse_rule", "with_overrides"]
+__all__ = ["Config", "ConfigError", "from_texts", "load_config", "parse_rule", "with_overrides"]
 
 
 _NOT_NEGATIVE = "window warmup seed evaluate_every checkpoint_every log_every clip learning_rate".split()
@@ -51,6 +52,10 @@ class Config:
       seed: of parameters and data.
       evaluate_every, checkpoint_every, log_every: in steps; 0 for only at the end.
       keep: how many checkpoints to keep.
+      mesh: devices by axis, ``"data=4,model=2"`` (axes ``data``, ``fsdp``, ``model``); empty for one device.
+      mesh_kind: ``"auto"`` or ``"explicit"``, as JAX has them.
+      sharding: pairs of a regular expression over paths of parameters and the mesh axes that divide them,
+        ``(("kernel", (None, "model")),)``; what none matches is whole on every device.
     """
 
     name: str
@@ -71,6 +76,9 @@ class Config:
     checkpoint_every: int = 200
     log_every: int = 10
     keep: int = 3
+    mesh: str = ""
+    mesh_kind: str = "auto"
+    sharding: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
     def __post_init__(self) -> None:
         for part in (self, self.task, self.network):
@@ -90,6 +98,12 @@ class Config:
         except TypeError:
             raise ConfigError(f"`trace_dtype` is a dtype such as bfloat16, got {self.trace_dtype!r}.") from None
         parse_rule(self.rule)
+        if self.mesh_kind not in get_args(MeshKind):
+            raise ConfigError(f'`mesh_kind` is "auto" or "explicit", got {self.mesh_kind!r}.')
+        try:
+            parse_mesh(self.mesh)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
     def as_dict(self) -> dict[str, Any]:
         """The config as what JSON knows."""
@@ -120,6 +134,13 @@ def with_overrides(config: Any, overrides: Sequence[tuple[str, str]]) -> Any:
     for name, text in overrides:
         config = _override(config, name.replace("-", "_").split("."), text, name)
     return config
+
+
+def from_texts(kind: type, given: dict[str, str]) -> Any:
+    """A dataclass of what texts say: ``from_texts(Processes, {"num-processes": "2", ...})``."""
+    hints = get_type_hints(kind)
+    names = {name.replace("-", "_"): text for name, text in given.items()}
+    return kind(**{name: _converted(text, hints[name], name) for name, text in names.items()})
 
 
 def parse_rule(text: str) -> Rule:

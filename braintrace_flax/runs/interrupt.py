@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import jax
+
 from ..preemption import Preemption
 
 __all__ = ["interrupt"]
@@ -17,7 +19,8 @@ __all__ = ["interrupt"]
 def interrupt() -> Iterator[Preemption]:
     """Take the first Ctrl-C meanwhile as a notice; a second one interrupts as ever.
 
-    Where interrupts are ignored, as in jobs that a shell has put aside, they still are.
+    Where interrupts are ignored, as in jobs that a shell has put aside, they still are. With several processes it is
+    passed on as SIGTERM, upon which JAX lets all of them stop at the same step.
 
     >>> with interrupt() as notice:
     ...     signal.raise_signal(signal.SIGINT)
@@ -32,7 +35,10 @@ def interrupt() -> Iterator[Preemption]:
 
     def told(number: int, frame: Any) -> None:
         del number, frame
-        notice.set()
+        if jax.process_count() > 1:
+            signal.raise_signal(signal.SIGTERM)
+        else:
+            notice.set()
         signal.signal(signal.SIGINT, former)
 
     signal.signal(signal.SIGINT, told)

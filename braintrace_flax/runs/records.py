@@ -6,7 +6,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 __all__ = ["Records", "read_records"]
 
@@ -17,12 +17,15 @@ class Records:
     A checkpoint comes after the training of its step and before the test.
 
     Args:
-      path: of the file.
+      path: of the file; None to write nothing, as all processes but the first do.
       start: the step that the run goes on from.
     """
 
-    def __init__(self, path: Path, start: int = 0):
+    def __init__(self, path: Path | None, start: int = 0):
         self.path = path
+        self._file: TextIO | None = None
+        if path is None:
+            return
         last = {"train": start, "test": start - 1}
         kept = [line for line in read_records(path) if line["step"] <= last[line["kind"]]]
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -33,12 +36,15 @@ class Records:
 
     def write(self, step: int, kind: str, metrics: dict[str, Any]) -> None:
         """One line: the step, the kind of record, and its metrics."""
+        if self._file is None:
+            return
         known = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
         self._file.write(json.dumps({"step": step, "kind": kind, **known}) + "\n")
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

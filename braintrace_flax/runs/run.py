@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
+from jax.sharding import Mesh, PartitionSpec
 
 from braintrace_core.rules import BPTT
 
 from ..checkpoint import CheckpointDamaged, Checkpoints, Restored
+from ..explicit import on_any_mesh, sharding_of
+from ..fingerprint import describe
+from ..mesh import MeshKind, make_mesh
 from ..model import Model, compile
 from ..online_grad import online_grad
 from ..preemption import Preemption
@@ -29,6 +34,8 @@ from ..tasks import Batch, Task
 from ..train_step import TrainStep, train_step
 from .config import Config, ConfigError, parse_rule
 from .interrupt import interrupt
+from .placing import placed, read
+from .processes import agree, is_first
 from .progress import Reporter
 from .records import Records
 
@@ -43,12 +50,14 @@ class Run(NamedTuple):
       model: the compiled network.
       step: the train step.
       measure: ``measure(params, carry, batch) -> (carry, {metric: value})`` of held-out data.
+      mesh: the devices; None for one.
     """
 
     config: Config
     model: Model
     step: TrainStep
     measure: Callable[[Any, Any, Batch], tuple[Any, dict[str, Array]]]
+    mesh: Mesh | None = None
 
 
 class Result(NamedTuple):
@@ -67,8 +76,11 @@ class Result(NamedTuple):
     seconds: float
 
 
-def build(config: Config) -> Run:
-    """Compile the network of a config, and its train step."""
+def build(config: Config, mesh: Mesh | None = None) -> Run:
+    """Compile the network of a config, and its train step, for its own mesh or the one given."""
+    mesh = mesh or make_mesh(config.mesh, cast(MeshKind, config.mesh_kind))
+    if mesh is None and jax.process_count() > 1:
+        raise ConfigError(f"Several processes need a mesh: `--mesh data={jax.device_count()}` divides the batch.")
     task, rule = config.task, parse_rule(config.rule)
     parts = config.network.build(task.num_inputs, task.num_outputs, task.is_tokens)
     shape = (config.batch_size,) if task.is_tokens else (config.batch_size, task.num_inputs)
@@ -85,22 +97,29 @@ def build(config: Config) -> Run:
         optax.adam(_rate(config, task.steps // window)),
     )
     step = train_step(model, tx, window=window)(_loss_of(task))
-    return Run(config, model, step, _measure_of(model, task))
+    if mesh is not None:
+        step = step.sharded(mesh, config.sharding)
+    agree("compiled graph", describe(jax.eval_shape(step.tx.init, model.params_shape)))
+    return Run(config, model, step, _measure_of(step, task), mesh)
 
 
 def train(run: Run, folder: Path, *, resume: bool = True, quiet: bool = False) -> Result:
     """Train as a config says, in a folder; go on from its newest checkpoint if there is one and ``resume``."""
     config = run.config
     with contextlib.ExitStack() as exits:
+        if run.mesh is not None:
+            exits.enter_context(jax.set_mesh(run.mesh))
         checkpoints = exits.enter_context(open_checkpoints(config, folder))
         state, start = run.step.init(jax.random.key(config.seed)), 0
         if resume and checkpoints.latest is not None:
             restored = restore(run, checkpoints)
             state, start = restored.state, int(restored.data["position"])
-        (folder / "config.json").write_text(json.dumps(config.as_dict(), indent=2) + "\n", encoding="utf-8")
-        records = Records(folder / "metrics.jsonl", start)
+        if is_first():
+            (folder / "config.json").write_text(json.dumps(config.as_dict(), indent=2) + "\n", encoding="utf-8")
+        records = Records(folder / "metrics.jsonl" if is_first() else None, start)
         exits.callback(records.close)
-        reporter = exits.enter_context(Reporter(config.steps, start, config.log_every, quiet))
+        stream = None if is_first() else exits.enter_context(Path(os.devnull).open("w"))
+        reporter = exits.enter_context(Reporter(config.steps, start, config.log_every, quiet, stream))
         if start:
             reporter.say(f"Going on from step {start}.")
         interrupted = exits.enter_context(interrupt())
@@ -171,7 +190,7 @@ def _loop(
         reporter.update(step, {**values, **held_out})
 
     with ThreadPoolExecutor(1) as ahead:
-        coming = _request(ahead, config, position)
+        coming = _request(ahead, run, position)
         while True:
             if position >= config.steps or (position and _is_due(position, config.evaluate_every)):
                 tell()
@@ -179,12 +198,12 @@ def _loop(
                 records.write(position, "test", held_out)
             if position >= config.steps:
                 break
-            batch = coming.result()
-            coming = _request(ahead, config, position + 1)
+            batch, weights = coming.result()
+            coming = _request(ahead, run, position + 1)
             state, metrics = run.step(state, batch.inputs, batch.targets, batch.reset, batch.mask)
             position += 1
             tell()  # one step late, so that the device never waits
-            waiting = (position, metrics, _weights(batch, run.step.window))
+            waiting = (position, metrics, weights)
             stop = bool(interrupted) or checkpoints.reached_preemption() or position == config.steps
             if stop or _is_due(position, config.checkpoint_every):
                 tell()  # before the checkpoint is there: a run that goes on from it writes later lines only
@@ -211,16 +230,24 @@ def _weights(batch: Batch, window: int | None) -> np.ndarray:
     return batch.mask.reshape(steps // (window or steps), -1).sum(1) + 1e-12
 
 
-def _request(pool: ThreadPoolExecutor, config: Config, position: int) -> Future[Batch]:
-    return pool.submit(config.task.batch, position, config.batch_size, seed=config.seed)
+def _request(pool: ThreadPoolExecutor, run: Run, position: int) -> Future[tuple[Batch, np.ndarray]]:
+    config = run.config
+
+    def get() -> tuple[Batch, np.ndarray]:
+        batch, here = read(config.task, position, config.batch_size, config.seed, run.mesh)
+        return batch, _weights(here, run.step.window)
+
+    return pool.submit(get)
 
 
 def evaluate(run: Run, params: Any) -> dict[str, float]:
     """Metrics of the held-out data."""
     totals: dict[str, float] = {}
     weight, carry = 0.0, run.model.initial_carry()  # streams go on from batch to batch
+    if run.step.shardings is not None:
+        carry = jax.jit(run.model.initial_carry, out_shardings=run.step.shardings.carry)()
     for batch in run.config.task.test_batches(run.config.batch_size):
-        carry, values = run.measure(params, carry, batch)
+        carry, values = run.measure(params, carry, placed(batch, run.mesh))
         found = {name: float(value) for name, value in values.items()}
         count = found.pop("count")
         weight += count
@@ -255,10 +282,9 @@ def _loss_of(task: Task) -> Callable[[Any, Any], Any]:
     return lambda outputs, targets: jnp.mean(jnp.square(outputs - targets))
 
 
-def _measure_of(model: Model, task: Task) -> Callable[[Any, Any, Batch], tuple[Any, dict[str, Array]]]:
-    of_step = _loss_of(task)
+def _measure_of(step: TrainStep, task: Task) -> Callable[[Any, Any, Batch], tuple[Any, dict[str, Array]]]:
+    model, of_step = step.model, _loss_of(task)
 
-    @jax.jit
     def measure(params: Any, carry: Any, given: Batch) -> tuple[Any, dict[str, Array]]:
         inputs, targets, mask, reset = given
 
@@ -274,7 +300,13 @@ def _measure_of(model: Model, task: Task) -> Callable[[Any, Any, Batch], tuple[A
         means = {name: (value * mask).sum() / jnp.maximum(count, 1) for name, value in values.items()}
         return carry, {**means, "count": count}
 
-    return measure
+    def anywhere(params: Any, carry: Any, given: Batch) -> tuple[Any, dict[str, Array]]:
+        results = lambda: (sharding_of(carry), PartitionSpec())  # noqa: E731
+        return on_any_mesh(measure, params, carry, given, results=results)
+
+    if step.shardings is None:
+        return jax.jit(measure)
+    return jax.jit(anywhere, out_shardings=(step.shardings.carry, step.shardings.step))
 
 
 def _where(rows: Array, new: Array, old: Array) -> Array:
