@@ -139,7 +139,9 @@ def online_grad(
         present = as_present(compiled, online)
         start = None if online.reset is None else compiled.initial_leaves()
         traces = {n: jnp.where(state.broken, _cleared(n, trace), trace) for n, trace in state.traces.items()}
-        fine = _all_finite([gradients, present.signal, present.after, present.inputs])
+        # Gradients that wait are summed over devices with those of the past: there is no looking at them alone.
+        given = present.value if present.waiting is not None else gradients
+        fine = _all_finite([given, present.signal, present.after, present.inputs])
         more, advanced = past_gradient(compiled.plan, chosen, parameters, traces, present, start, credit)
         total = [
             jnp.zeros_like(g) if i in compiled.frozen_leaves else g + m.astype(g.dtype)
@@ -147,7 +149,8 @@ def online_grad(
         ]
         # Where only the whole is not finite, the traces are broken. They start anew with the next window: to decide it
         # now would keep two copies of them.
-        keep = fine if isinstance(chosen, TBPTT) else fine & _all_finite(total)
+        seen_all = isinstance(chosen, TBPTT) and present.waiting is None
+        keep = fine if seen_all else fine & _all_finite(total)
         new = [
             jnp.where(keep, gradient, jnp.zeros_like(gradient)).astype(p.dtype)
             for gradient, p in zip(total, parameters, strict=True)

@@ -14,8 +14,9 @@ from .checks import leaf_paths
 from .model import Model
 from .online_grad import OnlineGradState, is_online_state
 from .state import TrainState
+from .trace_sharding import trace_specs, without
 
-__all__ = ["BATCH_AXES", "data_sharding", "shardings"]
+__all__ = ["BATCH_AXES", "data_sharding", "gathered", "shardings"]
 
 Rules = Sequence[tuple[str, Any]]
 
@@ -60,7 +61,6 @@ def shardings(model_or_step: Any, mesh: Mesh, rules: Rules = (), batch_axes: Seq
         _spec(name, leaf.shape, rules, mesh)
         for name, leaf in zip(names, jax.tree.leaves(model.params_shape), strict=True)
     ]
-    by_name = dict(zip(names, specs, strict=True))
     params = jax.tree.unflatten(jax.tree.structure(model.params_shape), [NamedSharding(mesh, spec) for spec in specs])
     carry_names = [f"carry/{name}".removesuffix("/.") for name in leaf_paths(model.carry_shape)]
     carry_specs = [
@@ -82,14 +82,22 @@ def shardings(model_or_step: Any, mesh: Mesh, rules: Rules = (), batch_axes: Seq
     def place(shapes: Any, found: Any) -> Any:
         if not isinstance(shapes, OnlineGradState):
             return found
-        traces: Any = {
-            name: NamedSharding(mesh, _trace_spec(name, trace.shape, model, by_name, batch))
-            for name, trace in shapes.traces.items()
-        }
+        specs_of = trace_specs(model, shapes.traces, specs, carry_specs, batch)
+        traces: Any = {name: NamedSharding(mesh, spec) for name, spec in specs_of.items()}
         return OnlineGradState(traces, anywhere, anywhere, shapes.settings)
 
     opt_state = jax.tree.map(place, abstract.opt_state, moments, is_leaf=is_online_state)
     return TrainState(whole, params, carry, opt_state, whole)
+
+
+def gathered(params: Any, batch_axes: Sequence[str] = BATCH_AXES) -> Any:
+    """Shardings of parameters less the axes of the batch, as a window needs them; None where that is no change."""
+
+    def of(sharding: NamedSharding) -> Any:
+        spec = PartitionSpec(*without(sharding.spec, tuple(batch_axes), len(sharding.spec)))
+        return None if spec == sharding.spec else NamedSharding(sharding.mesh, spec)
+
+    return jax.tree.map(of, params)
 
 
 def data_sharding(mesh: Mesh, batch_axes: Sequence[str] = BATCH_AXES) -> NamedSharding:
@@ -114,25 +122,6 @@ def _carry_spec(name: str, leaf: Any, model: Model, batch: tuple[str, ...], rule
     if not model.has_examples or not batch:
         return PartitionSpec()
     return PartitionSpec(batch if len(batch) > 1 else batch[0])
-
-
-def _trace_spec(
-    name: str, shape: tuple[int, ...], model: Model, params: dict[str, PartitionSpec], batch: tuple[str, ...]
-) -> PartitionSpec:
-    if name.startswith("synthesiser."):
-        return PartitionSpec()
-    first = None if not batch or not model.has_examples else batch if len(batch) > 1 else batch[0]
-    path = name.split("@")[0].removeprefix("params/")
-    weight = dict(zip(params, jax.tree.leaves(model.params_shape), strict=True)).get(path)
-    if weight is None or shape[1:] != weight.shape:
-        return PartitionSpec(first)
-    # An axis that already divides the batch cannot divide the weight too.
-    return PartitionSpec(first, *(_without(axis, batch) for axis in params[path]))
-
-
-def _without(axis: Any, used: tuple[str, ...]) -> Any:
-    parts = tuple(a for a in (axis if isinstance(axis, tuple) else (axis,)) if a is not None and a not in used)
-    return None if not parts else parts[0] if len(parts) == 1 else parts
 
 
 def _axes(spec: PartitionSpec) -> list[tuple[str, ...]]:

@@ -18,7 +18,7 @@ from .checks import check_mask, check_modulator, check_reset, check_state, check
 from .explicit import on_any_mesh, sharding_of
 from .model import Model
 from .online_grad import settings_of, skipped_of
-from .sharding import BATCH_AXES, shardings
+from .sharding import BATCH_AXES, gathered, shardings
 from .state import TrainState
 from .window import Reduction, as_present, value_and_grad, window_losses
 
@@ -90,6 +90,7 @@ class TrainStep:
     """
 
     shardings: TrainState | None = None
+    _gathered: Any = None
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class TrainStep:
         self._update = optax.with_extra_args_support(tx).update
         settings = self.settings = settings_of(jax.eval_shape(tx.init, model.params_shape))
         self._credit, self._rule = settings.credit, settings.rule
-        self._value_and_grad = value_and_grad(model, loss, settings.credit, reduction, settings.rule)
+        self._value_and_grad = value_and_grad(model, loss, settings.credit, reduction, settings.rule, wait=True)
         self._reduction: Reduction = reduction
         self.__doc__ = loss.__doc__ or type(self).__doc__
         self.__name__ = getattr(loss, "__name__", "step")
@@ -122,8 +123,9 @@ class TrainStep:
         step = copy.copy(self)
         step._init = jax.jit(self._make_state, out_shardings=placed)
         whole = NamedSharding(mesh, PartitionSpec())
-        step.jitted = jax.jit(self.run, donate_argnums=self._donated, out_shardings=(placed, whole))
+        step.jitted = jax.jit(step.run, donate_argnums=self._donated, out_shardings=(placed, whole))
         step.shardings = placed
+        step._gathered = gathered(placed.params, batch_axes)
         return step
 
     def init(self, key: Any, params: Any = None, example: tuple[Any, ...] | None = None) -> TrainState:
@@ -212,7 +214,7 @@ class TrainStep:
     def _one_window(self, state: TrainState, over: Any) -> tuple[TrainState, dict[str, Array]]:
         inputs, targets, reset, mask, modulator = over
         (value, carry), grads, window = self._value_and_grad(
-            state.params, state.carry, inputs, targets, reset, mask, modulator
+            self._whole(state.params), state.carry, inputs, targets, reset, mask, modulator
         )
         updates, opt_state = self._update(grads, state.opt_state, state.params, online=window)
         params = optax.apply_updates(state.params, updates)
@@ -233,6 +235,17 @@ class TrainStep:
             meter, quality = self._read_meter(state, over, grads, window)
             metrics.update(quality)
         return TrainState(state.step + 1, params, carry, opt_state, state.key, meter), metrics
+
+    def _whole(self, params: Any) -> Any:
+        """Parameters as a window uses them: what is divided over the axes of the batch is gathered, once a window."""
+        if self._gathered is None:
+            return params
+        inside = not jax.sharding.get_abstract_mesh().empty  # then a spec is enough, whatever kind of mesh it is
+
+        def gather(leaf: Array, to: NamedSharding | None) -> Array:
+            return leaf if to is None else lax.with_sharding_constraint(leaf, to.spec if inside else to)
+
+        return jax.tree.map(gather, params, self._gathered)
 
     def _meter_shapes(self, carry: Any, example: tuple[Any, ...] | None) -> Any:
         if self.window is None or example is None:

@@ -46,6 +46,9 @@ class Window:
       next_carry: after the window.
       signals: with ``credit="step"``, what each step's loss says of its own hidden states.
       record: what the window left behind for the rule; None, and it is run again.
+      waiting: gradients that ``online_grad`` sends back to the parameters together with those of the past; None if they
+        are among the ones that it is given.
+      value: the loss, where gradients wait.
       credit: how the gradient was taken.
       rule: the rule that took part in it; None if none did.
     """
@@ -57,6 +60,8 @@ class Window:
     next_carry: Any = None
     signals: Any = None
     record: Any = None
+    waiting: Any = None
+    value: Any = None
     credit: Credit = field(default="window", metadata={"static": True})
     rule: Rule | None = field(default=None, metadata={"static": True})
 
@@ -67,6 +72,7 @@ def value_and_grad(
     credit: Credit = "window",
     reduction: Reduction = "sum",
     rule: str | Rule | None = None,
+    wait: bool = False,
 ) -> Callable[..., tuple[tuple[Any, Any], Any, Window]]:
     """The loss of a window, the carry after it, and the gradients: for those who own their loop.
 
@@ -79,6 +85,8 @@ def value_and_grad(
     Other arguments:
       reduction: whether the window's loss is the sum or the mean over its steps.
       rule: needed by rules that change the way back (``EProp(feedback="random")``, ``BPTT(checkpoint="sqrt")``).
+      wait: leave the gradients to ``online_grad``, as ``train_step`` does: those returned are zero. On a mesh, what the
+        window says and what its past says are then summed over devices once, and not one after the other.
 
     Returns:
       ``f(params, carry, inputs, targets, reset=None, mask=None, modulator=None) -> ((loss, carry), grads, window)``.
@@ -121,7 +129,7 @@ def value_and_grad(
         check_mask(model, mask, steps)
         check_modulator(model, modulator, steps, credit)
         return on_any_mesh(
-            partial(of_arrays, keep_record=not is_explicit()),  # it would have to be gathered
+            partial(of_arrays, inside=not is_explicit()),
             params,
             carry,
             inputs,
@@ -141,7 +149,7 @@ def value_and_grad(
         mask: Any,
         modulator: Any,
         *,
-        keep_record: bool,
+        inside: bool,
     ) -> tuple[tuple[Any, Any], Any, Window]:
         parameters, states = model.param_leaves(params), model.state_leaves(carry)
 
@@ -151,10 +159,12 @@ def value_and_grad(
         where = (parameters, states, model.input_leaves(split_inputs(model, inputs)), model.reset_mask(reset))
         start = model.initial_leaves() if reset is not None else None
         if credit == "window":
-            present = window_gradient(model.plan, of_window, *where, start, rule=chosen)
+            present = window_gradient(model.plan, of_window, *where, start, rule=chosen, wait=wait and inside)
         else:
             modulator = model.reset_mask(modulator)
-            present = step_gradient(model.plan, of_window, *where, start, rule=chosen, modulator=modulator)
+            present = step_gradient(
+                model.plan, of_window, *where, start, rule=chosen, modulator=modulator, wait=wait and inside
+            )
         after = model.as_carry(present.after)
         gradients = [
             jnp.zeros_like(g) if i in model.frozen_leaves else g.astype(p.dtype)
@@ -162,7 +172,7 @@ def value_and_grad(
         ]
         value = present.value if present.aux is None else (present.value, present.aux)
         window = as_window(model, present, carry, after, inputs, reset, credit, chosen)
-        if not keep_record:
+        if not inside:  # on an Explicit mesh it would have to be gathered
             window = replace(window, record=None)
         return (value, after), model.as_params(gradients, params), window
 
@@ -185,7 +195,7 @@ def _shardings(
             for sharding, leaf in zip(jax.tree.leaves(like), jax.tree.leaves(carry), strict=True)
         ]
         carry_grad = jax.tree.unflatten(jax.tree.structure(carry), leaves)
-    window = Window(like, carry_grad, sharding_of(inputs), sharding_of(reset), like, signals, None, credit, rule)
+    window = Window(like, carry_grad, sharding_of(inputs), sharding_of(reset), like, signals, credit=credit, rule=rule)
     return (PartitionSpec(), like), sharding_of(params), window
 
 
@@ -205,7 +215,10 @@ def as_window(
         leaves = present.signal if model.has_examples else [g if g is None else g[0] for g in present.signal]
         carry_grad = jax.tree.unflatten(jax.tree.structure(model.carry_shape), leaves)
     signals = present.signal if credit == "step" else None
-    return Window(carry, carry_grad, inputs, reset, after, signals, present.record, credit, rule)
+    value = None if present.waiting is None else present.value
+    return Window(
+        carry, carry_grad, inputs, reset, after, signals, present.record, present.waiting, value, credit, rule
+    )
 
 
 def as_present(model: Model, window: Window) -> PresentGradient:
@@ -220,7 +233,8 @@ def as_present(model: Model, window: Window) -> PresentGradient:
         signal = found if model.has_examples else [g if g is None else g[None] for g in found]
     inputs = model.input_leaves(split_inputs(model, window.inputs))
     reset = model.reset_mask(window.reset)
-    return PresentGradient(jnp.zeros(()), None, [], before, after, signal, window.record, inputs, reset)
+    value = jnp.zeros(()) if window.value is None else window.value
+    return PresentGradient(value, None, [], before, after, signal, window.record, inputs, reset, window.waiting)
 
 
 def window_losses(

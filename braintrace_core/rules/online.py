@@ -14,11 +14,11 @@ from jax import Array, lax
 
 from .._compat import Var, bind_equation
 from ..compiler.jaxpr_tools import evaluate
+from ..ops.dtypes import common_dtype
 from .baselines import BPTT, TBPTT, checkpointed_gradient
 from .dni import DNI, with_future
 from .eprop import EProp
 from .factors import Signal, signal_of_states, window_factors
-from .operators import add_to
 from .plan import RulePlan
 from .rule import OperandGradients, Rule, Traces
 from .window import WindowRecord, WindowResult
@@ -65,6 +65,8 @@ class PresentGradient(NamedTuple):
         signal for each group and component, ``(time, batch, *varshape)``.
       record: what the window recorded; None if it has to be run again.
       inputs, reset: the window's own.
+      waiting: with ``wait``, gradients that have not been sent back to the parameters yet, one for each variable of the
+        schedule's frontier (None for those without); ``gradients`` are zero then.
     """
 
     value: Array
@@ -76,6 +78,7 @@ class PresentGradient(NamedTuple):
     record: WindowRecord | None
     inputs: list[Any]
     reset: Any
+    waiting: list[Any] | None = None
 
 
 def online_gradient(
@@ -99,7 +102,7 @@ def online_gradient(
       traces: before the window.
       reset, initial: where new sequences start, and what they start from.
     """
-    present = window_gradient(plan, loss, parameters, states, inputs, reset, initial, rule=rule)
+    present = window_gradient(plan, loss, parameters, states, inputs, reset, initial, rule=rule, wait=True)
     return _with_past(plan, rule, parameters, traces, present, initial, "window")
 
 
@@ -125,7 +128,9 @@ def step_online_gradient(
       plan, rule, loss, parameters, states, traces, inputs, reset, initial: as in :func:`online_gradient`; the loss
         must be a sum over steps.
     """
-    present = step_gradient(plan, loss, parameters, states, inputs, reset, initial, rule=rule, modulator=modulator)
+    present = step_gradient(
+        plan, loss, parameters, states, inputs, reset, initial, rule=rule, modulator=modulator, wait=True
+    )
     return _with_past(plan, rule, parameters, traces, present, initial, "step")
 
 
@@ -152,10 +157,15 @@ def window_gradient(
     reset: Any = None,
     initial: Sequence[Any] | None = None,
     rule: Rule | None = None,
+    wait: bool = False,
 ) -> PresentGradient:
     """The ordinary gradient of a window, and that of the states at its start.
 
     Arguments as in :func:`online_gradient`; the rule matters only if it is ``BPTT(checkpoint="sqrt")``.
+
+    Args:
+      wait: whether gradients are to wait for those of the past, and go back to the parameters with them. Where a batch
+        is divided among devices, each gradient is then summed over them once.
     """
     program = plan.program
     states, inputs = list(states), list(inputs)
@@ -165,9 +175,10 @@ def window_gradient(
     frontier = program.frontier(parameters)
     value, aux, window, gradient = program.value_and_gradient(loss, frontier, states, inputs, reset, initial)
     local = program.local_values(frontier, window.record)
-    found = program.operand_gradients(frontier, local, gradient)
-    gradients = program.parameter_gradients(parameters, found)
-    return PresentGradient(value, aux, gradients, states, window.states, gradient.states, window.record, inputs, reset)
+    gradients, waiting = _sent_back(plan, parameters, program.operand_gradients(frontier, local, gradient), wait)
+    return PresentGradient(
+        value, aux, gradients, states, window.states, gradient.states, window.record, inputs, reset, waiting
+    )
 
 
 def step_gradient(
@@ -180,10 +191,12 @@ def step_gradient(
     initial: Sequence[Any] | None = None,
     rule: Rule | None = None,
     modulator: Any = None,
+    wait: bool = False,
 ) -> PresentGradient:
     """Each step's own signal, and the gradient within the window of what no trace follows.
 
-    Arguments as in :func:`step_online_gradient`; the rule matters only if it has random feedback.
+    Arguments as in :func:`step_online_gradient`; the rule matters only if it has random feedback. ``wait`` as in
+    :func:`window_gradient`.
     """
     program = plan.program
     states, inputs = list(states), list(inputs)
@@ -204,14 +217,23 @@ def step_gradient(
         direct = _past_states(plan, beside, loss, parameters, window)
         gradient = gradient._replace(operators={**gradient.operators, **direct})
     local = program.local_values(frontier, window.record)
-    gradients = program.parameter_gradients(parameters, program.operand_gradients(frontier, local, gradient))
+    gradients, waiting = _sent_back(plan, parameters, program.operand_gradients(frontier, local, gradient), wait)
     if modulator is not None:
         signal = _modulated(plan, modulator)
     elif program.outputs_see_states_only:
         signal = _present_signals(plan, gradient.present)
     else:
         signal = _whole_step_signals(plan, loss, parameters, window)
-    return PresentGradient(value, aux, gradients, states, window.states, signal, window.record, inputs, reset)
+    return PresentGradient(value, aux, gradients, states, window.states, signal, window.record, inputs, reset, waiting)
+
+
+def _sent_back(
+    plan: RulePlan, parameters: Sequence[Any], found: Mapping[Var, Array], wait: bool
+) -> tuple[list[Array], list[Any] | None]:
+    """Gradients of the parameters; or zeros, and those of the frontier that wait."""
+    if not wait:
+        return plan.program.parameter_gradients(parameters, found), None
+    return [jnp.zeros_like(p) for p in parameters], [found.get(v) for v in plan.program.schedule.frontier]
 
 
 def past_gradient(
@@ -225,6 +247,8 @@ def past_gradient(
 ) -> tuple[list[Array], Traces]:
     """What a rule adds to the gradient of a window, for each parameter leaf, and the traces after it.
 
+    Gradients of the window that wait are added too.
+
     Args:
       plan, rule, parameters: as in :func:`online_gradient`.
       traces: before the window.
@@ -233,7 +257,14 @@ def past_gradient(
       credit: which of the two it was.
     """
     program = plan.program
+    waiting = {
+        v: gradient
+        for v, gradient in zip(program.schedule.frontier, present.waiting or (), strict=False)
+        if gradient is not None
+    }
     if isinstance(rule, TBPTT):
+        if waiting:
+            return program.parameter_gradients(parameters, waiting), traces
         return [jnp.zeros_like(p) for p in parameters], traces
     frontier = program.frontier(parameters)
     record = present.record
@@ -249,7 +280,9 @@ def past_gradient(
     else:
         signals = Signal(present.signal, factors.operands, plan)
         more, new = rule.step_gradient_and_advance(traces, factors, signals)
-    return program.parameter_gradients(parameters, add_operand_gradients(plan, found, more)), new
+    for var, gradient in found.items():
+        _add(waiting, var, gradient)
+    return program.parameter_gradients(parameters, add_operand_gradients(plan, waiting, more)), new
 
 
 def random_feedback(plan: RulePlan, rule: Rule | None, frontier: Mapping[Var, Any]) -> dict[int, Any]:
@@ -374,8 +407,16 @@ def add_operand_gradients(plan: RulePlan, found: Mapping[Var, Array], more: Oper
         for key, var in link.operator.operands.items():
             name = f"{link.name}.{key}"
             if name in more:
-                add_to(result, var, more[name])
+                _add(result, var, more[name])
     for i, var in enumerate(plan.program.schedule.frontier):
         if f"parameter{i}" in more:
-            add_to(result, var, more[f"parameter{i}"])
+            _add(result, var, more[f"parameter{i}"])
     return result
+
+
+def _add(gradients: dict[Var, Array], var: Var, value: Array) -> None:
+    """Add to a gradient whose dtype may differ (that of a weight, and that of its trace)."""
+    if var in gradients:
+        dtype = common_dtype(gradients[var].dtype, value.dtype)
+        value = gradients[var].astype(dtype) + value.astype(dtype)
+    gradients[var] = value

@@ -11,6 +11,7 @@ from flax import linen as nn
 from jax.sharding import AxisType
 
 import braintrace_flax as braintrace
+from braintrace_flax.planning.hlo import Program
 
 BATCH, FEATURES, UNITS, OUTPUTS, STEPS, WINDOW = 8, 12, 16, 8, 8, 4
 RULES = [("kernel", (None, "model"))]
@@ -119,16 +120,37 @@ def test_traces_are_divided_like_carry_and_parameter(model):
     assert found.carry.spec == jax.P("data")
     moments = [s.spec for s in jax.tree.leaves(optax.tree.get(found.opt_state, "trace"))]
     assert moments.count(jax.P(None, "model")) == 7
+    assert {s.spec for n, s in traces.items() if ".df." in n} == {jax.P("data", "model")}
+    assert {s.spec for n, s in traces.items() if n.startswith("group")} == {jax.P("data", "model")}
+    assert {s.spec for n, s in traces.items() if n.endswith(".x")} == {jax.P("data")}
 
 
-def test_fully_sharded_parameters_do_not_divide_a_trace_twice(model, alone):
+def test_what_a_rule_keeps_of_inputs_and_results_is_divided_too(model):
+    rules = [*RULES, ("carry", ("data", "model"))]
+    found = braintrace.shardings(make(model, "pp_prop"), mesh_of((4, 2), AxisType.Auto), rules)
+    traces = optax.tree.get(found.opt_state, "OnlineGradState").traces
+    assert {s.spec for n, s in traces.items() if ".f." in n} == {jax.P("data", "model")}
+    inputs = {n: s.spec for n, s in traces.items() if n.endswith(".x")}
+    assert {spec for n, spec in inputs.items() if "/h" in n} == {jax.P("data", "model")}  # states are divided so
+    assert {spec for n, spec in inputs.items() if "/i" in n} == {jax.P("data")}
+
+
+def test_fully_sharded_parameters_are_gathered_once_a_window_and_do_not_divide_a_trace_twice(model, alone):
     mesh = jax.make_mesh((4, 2), ("fsdp", "model"), axis_types=(AxisType.Auto,) * 2)
     step = make(model).sharded(mesh, [("kernel", ("fsdp", "model"))])
     specs = {
         s.spec for n, s in optax.tree.get(step.shardings.opt_state, "OnlineGradState").traces.items() if ".weight." in n
     }
     assert specs == {jax.P("fsdp", None, "model")}
-    state, _ = step(step.init(jax.random.key(0)), *jax.device_put(data(), braintrace.data_sharding(mesh)))
+    given = jax.device_put(data(), braintrace.data_sharding(mesh))
+    compiled = step.lower(state := step.init(jax.random.key(0)), *given).compile()
+    kernels = {(FEATURES, UNITS // 2): 3, (UNITS, UNITS // 2): 3, (UNITS, OUTPUTS // 2): 1}
+    moved = Program(compiled.as_text()).collectives()
+    gathered = [(c.shapes[0].dims, c.loops) for c in moved if c.kind == "all-gather" and c.group == 4]
+    windows = (STEPS // WINDOW,)
+    assert sorted(gathered) == sorted((dims, windows) for dims, count in kernels.items() for _ in range(count))
+    assert any(c.loops == (*windows, WINDOW) for c in moved), "the model's axis is gathered step by step"
+    state, _ = compiled(state, *given)
     for mine, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(alone["d_rtrl"].params), strict=True):
         np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs), rtol=1e-9, atol=1e-12)
 
