@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 FLOAT = jnp.float32
+DTYPES = ("float32", "bfloat16", "float16")
 
 __all__ = ["ALIF", "GRU", "LRU", "Network", "Parts"]
 
@@ -40,6 +42,8 @@ class Network(ABC):
             value = getattr(self, field.name)
             if isinstance(value, int) and value < 1:
                 raise ValueError(f"{type(self).__name__} needs {field.name} of at least 1, got {value}.")
+            if field.name == "dtype" and value not in DTYPES:
+                raise ValueError(f"{type(self).__name__} needs dtype to be {' or '.join(DTYPES)}, got {value!r}.")
 
     @abstractmethod
     def build(self, num_inputs: int, num_outputs: int, tokens: bool = False) -> Parts:
@@ -57,6 +61,7 @@ class LRU(Network):
       width: features between layers.
       layers: how many.
       slowest, fastest: the magnitudes of the recurrences at first lie between these.
+      dtype: of matrix products, ``"bfloat16"`` for speed; parameters and states are float32.
     """
 
     units: int = 64
@@ -64,9 +69,11 @@ class LRU(Network):
     layers: int = 2
     slowest: float = 0.999
     fastest: float = 0.8
+    dtype: str = "float32"
 
     def build(self, num_inputs: int, num_outputs: int, tokens: bool = False) -> Parts:
         """As every network."""
+        mix = partial(_mix, dtype=jnp.dtype(self.dtype))
 
         def layer(key: Array) -> dict[str, Array]:
             k = jax.random.split(key, 6)
@@ -96,12 +103,12 @@ class LRU(Network):
                 size = jnp.exp(-jnp.exp(own["size"]))
                 turn = jax.lax.complex(size * jnp.cos(own["angle"]), size * jnp.sin(own["angle"]))
                 scale = jnp.sqrt(1 - size**2)
-                drive = jax.lax.complex(scale * (signal @ own["in_re"]), scale * (signal @ own["in_im"]))
+                drive = jax.lax.complex(scale * mix(signal, own["in_re"]), scale * mix(signal, own["in_im"]))
                 h = turn * h + drive
-                read = jnp.real(h) @ own["out_re"] - jnp.imag(h) @ own["out_im"] + own["bias"]
+                read = mix(jnp.real(h), own["out_re"]) - mix(jnp.imag(h), own["out_im"]) + own["bias"]
                 signal = signal + jax.nn.gelu(read)
                 states.append(h)
-            return tuple(states), signal @ params["out"]["kernel"] + params["out"]["bias"]
+            return tuple(states), mix(signal, params["out"]["kernel"]) + params["out"]["bias"]
 
         return Parts(init, step, tuple(jnp.zeros(self.units, jnp.complex64) for _ in range(self.layers)))
 
@@ -110,25 +117,30 @@ class LRU(Network):
 class GRU(Network):
     """Gated recurrent units.
 
+    Weights are ``(from, gate, to)``, so that a mesh can divide the units of all gates alike.
+
     Attributes:
       units: of a layer.
       layers: how many.
+      dtype: of matrix products, ``"bfloat16"`` for speed; parameters and states are float32.
     """
 
     units: int = 128
     layers: int = 1
+    dtype: str = "float32"
 
     def build(self, num_inputs: int, num_outputs: int, tokens: bool = False) -> Parts:
         """As every network."""
-        n = self.units
+        n, mix = self.units, partial(_mix, dtype=jnp.dtype(self.dtype))
 
         def init(key: Array) -> Any:
             first, last, *rest = jax.random.split(key, 2 + self.layers)
             layers = []
             for k in rest:
                 into, back = jax.random.split(k)
-                kernel = jnp.concatenate([_orthogonal(b, n) for b in jax.random.split(back, 3)], axis=1)
-                layers.append({"in": _matrix(into, n, 3 * n), "back": kernel, "bias": jnp.zeros(3 * n, FLOAT)})
+                kernel = jnp.stack([_orthogonal(b, n) for b in jax.random.split(back, 3)], axis=1)
+                given = _matrix(into, n, 3 * n).reshape(n, 3, n)
+                layers.append({"in": given, "back": kernel, "bias": jnp.zeros((3, n), FLOAT)})
             return {
                 "in": _front(first, num_inputs, n, tokens),
                 "layers": layers,
@@ -138,13 +150,12 @@ class GRU(Network):
         def step(params: Any, carry: Any, x: Array) -> tuple[Any, Array]:
             signal, states = _enter(params["in"], x), []
             for own, h in zip(params["layers"], carry, strict=True):
-                given = jnp.split(signal @ own["in"] + own["bias"], 3)
-                fed = jnp.split(h @ own["back"], 3)
+                given, fed = mix(signal, own["in"]) + own["bias"], mix(h, own["back"])
                 keep, reset = jax.nn.sigmoid(given[0] + fed[0] + 1.0), jax.nn.sigmoid(given[1] + fed[1])
                 h = keep * h + (1 - keep) * jnp.tanh(given[2] + reset * fed[2])
                 signal = h
                 states.append(h)
-            return tuple(states), signal @ params["out"]["kernel"] + params["out"]["bias"]
+            return tuple(states), mix(signal, params["out"]["kernel"]) + params["out"]["bias"]
 
         return Parts(init, step, tuple(jnp.zeros(n, FLOAT) for _ in range(self.layers)))
 
@@ -214,6 +225,11 @@ def _front(key: Array, num_inputs: int, width: int, tokens: bool) -> dict[str, A
 
 def _enter(own: dict[str, Array], x: Array) -> Array:
     return own["table"][x] if "table" in own else x @ own["kernel"] + own["bias"]
+
+
+def _mix(x: Array, weight: Array, dtype: Any) -> Array:
+    """``x @ weight`` in a dtype, as float32; the first axis of a weight is the one that is summed over."""
+    return jnp.tensordot(x.astype(dtype), weight.astype(dtype), 1).astype(FLOAT)
 
 
 def _matrix(key: Array, rows: int, columns: int) -> Array:
