@@ -68,39 +68,43 @@ def difference(mine: dict[str, Any], other: dict[str, Any], who: str) -> str:
 
 def _host(address: tuple[str, int], count: int, about: dict[str, Any], timeout: float) -> None:
     deadline = time.monotonic() + timeout
-    here: dict[int, socket.socket] = {}
-    problem = ""
+    here: list[tuple[int, socket.socket]] = []
+    problems: list[str] = []
     with contextlib.ExitStack() as exits:
         try:
             server = exits.enter_context(socket.create_server(("", address[1]), backlog=max(count, 16)))
         except OSError as error:
             raise MeetingFailed(f"Process 0 cannot wait at port {address[1]}: {error.strerror or error}.") from error
-        while len(here) < count - 1 and not problem:
+        while len(here) < count - 1:  # also after a problem: all are to hear of it
             server.settimeout(max(deadline - time.monotonic(), 0.001))
             try:
                 caller = exits.enter_context(server.accept()[0])
             except TimeoutError:
-                missing = [str(i) for i in range(1, count) if i not in here]
-                problem = f"Of {count} processes, {', '.join(missing)} did not come within {timeout:g} s."
+                missing = [str(i) for i in range(1, count) if i not in dict(here)]
+                problems.append(f"Of {count} processes, {', '.join(missing)} did not come within {timeout:g} s.")
                 break
-            with contextlib.suppress(OSError, ValueError):  # somebody else's call is no reason to give up
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a stranger's call means nothing
                 caller.settimeout(min(5.0, timeout))
                 said = json.loads(_read(caller))
                 place = int(said["index"])
-                if said["count"] != count:
-                    problem = f"Process {place} was told of {said['count']} processes, process 0 of {count}."
-                elif place in here or not 0 < place < count:
-                    problem = f"Two processes have the number {place}, or it is not below {count}."
-                else:
-                    problem = difference(about, said["about"], f"process {place}")
-                    problem = f"The processes are about different runs: {problem}." if problem else ""
-                here.setdefault(place, caller)
-                if here[place] is not caller:
-                    _say(caller, problem)
-        for caller in here.values():
-            _say(caller, problem)
-    if problem:
-        raise MeetingFailed(problem)
+                problems += _problems(place, said["count"], said["about"], count, about, dict(here))
+                here.append((place, caller))
+        for _, caller in here:
+            with contextlib.suppress(OSError):
+                caller.sendall(json.dumps(problems[:1]).encode() + b"\n")
+    if problems:
+        raise MeetingFailed(problems[0])
+
+
+def _problems(
+    place: int, told: int, other: dict[str, Any], count: int, about: dict[str, Any], here: dict[int, Any]
+) -> list[str]:
+    if told != count:
+        return [f"Process {place} was told of {told} processes, process 0 of {count}."]
+    if place in here or not 0 < place < count:
+        return [f"Two processes have the number {place}, or it is not below {count}."]
+    changed = difference(about, other, f"process {place}")
+    return [f"The processes are about different runs: {changed}."] if changed else []
 
 
 def _visit(address: tuple[str, int], count: int, index: int, about: dict[str, Any], timeout: float) -> None:
@@ -121,16 +125,11 @@ def _visit(address: tuple[str, int], count: int, index: int, about: dict[str, An
         host.settimeout(timeout + 10)  # the first process may have begun to wait later
         try:
             host.sendall(json.dumps({"index": index, "count": count, "about": about}).encode() + b"\n")
-            problem = json.loads(_read(host))
+            problems = json.loads(_read(host))
         except (OSError, ValueError) as error:
             raise MeetingFailed(f"The coordinator {where} does not answer: it is busy, gone, or not ours.") from error
-    if problem:
-        raise MeetingFailed(problem)
-
-
-def _say(caller: socket.socket, problem: str) -> None:
-    with contextlib.suppress(OSError):
-        caller.sendall(json.dumps(problem).encode() + b"\n")
+    if problems:
+        raise MeetingFailed(problems[0])
 
 
 def _read(connection: socket.socket) -> bytes:

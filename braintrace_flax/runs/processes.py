@@ -78,6 +78,8 @@ def together(processes: Processes, about: dict[str, Any]) -> Iterator[None]:
             "num_processes": processes.num_processes,
             "process_id": processes.process_id,
         }
+    # On CPUs, steps that are under way together take the threads that the collectives of others wait for.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     # JAX ends processes by itself when one is silent; ours is the clearer word, so that it comes first.
     jax.distributed.initialize(
         **known, initialization_timeout=int(timeout) + 10, heartbeat_timeout_seconds=int(2 * timeout) + 30

@@ -53,7 +53,8 @@ class Watch:
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
                 connection.sendall(json.dumps({"left": failure}).encode() + b"\n")
-                connection.shutdown(socket.SHUT_WR)
+                connection.shutdown(socket.SHUT_RDWR)  # which wakes who hears
+            connection.close()
         if self._server is not None:
             self._server.close()
 
@@ -63,7 +64,7 @@ class Watch:
             try:
                 connection = self._server.accept()[0]
                 connection.settimeout(self.timeout)
-                self._keep(int(connection.makefile("rb").readline()), connection)
+                self._keep(int(_line(connection)), connection)
             except TimeoutError:
                 missing = [str(i) for i in range(1, count) if i not in self._connections]
                 return self._tell(f"Process {', '.join(missing)} of {count} did not call within {self.timeout:g} s.")
@@ -85,9 +86,8 @@ class Watch:
                 connection.sendall(b"\n")
 
     def _hear(self, index: int, connection: socket.socket) -> None:
-        reader = connection.makefile("rb")
         try:
-            for line in reader:
+            while line := _line(connection):
                 if line.strip():
                     said = json.loads(line)
                     if "lost" in said:
@@ -109,6 +109,17 @@ class Watch:
             with contextlib.suppress(OSError):
                 connection.sendall(json.dumps({"lost": text}).encode() + b"\n")
         self._lost(text)
+
+
+def _line(connection: socket.socket) -> bytes:
+    """The next line, which is short; empty at the end."""
+    found = b""
+    while not found.endswith(b"\n"):
+        more = connection.recv(1)
+        if not more:
+            return b""
+        found += more
+    return found
 
 
 def _end(text: str) -> None:
