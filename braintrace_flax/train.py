@@ -1,7 +1,8 @@
 """Train a config: ``python -m braintrace_flax.train --config configs/digits.py --steps 2000 --rule pp_prop``.
 
 Any setting of the config can be given as ``--name value`` (``--network.units 128`` for a part's own). ``--folder`` says
-where the run is kept, ``--fresh`` starts anew where there are checkpoints, ``--quiet`` shows no progress.
+where the run is kept, ``--fresh`` starts anew where there are checkpoints, ``--quiet`` shows no progress,
+``--tensorboard`` writes the metrics for TensorBoard too.
 A run goes on from its newest checkpoint.
 
 On several machines the same command is given on each, with ``--coordinator HOST:PORT`` (the address of the first),
@@ -37,7 +38,7 @@ def _train(command: Command) -> int:
         if is_first():
             _remove(folder)
         multihost_utils.sync_global_devices("removed")
-    result = train(run, folder, quiet="quiet" in command.switches)
+    result = train(run, folder, quiet="quiet" in command.switches, tensorboard="tensorboard" in command.switches)
     if not result.finished:
         return AGAIN
     if not is_first():
@@ -57,11 +58,12 @@ def _train(command: Command) -> int:
 
 def _remove(folder: Path) -> None:
     """Remove a run, and nothing else that lies there."""
-    if (folder / "checkpoints").exists():
-        shutil.rmtree(folder / "checkpoints")
+    for name in ("checkpoints", "tensorboard"):
+        if (folder / name).exists():
+            shutil.rmtree(folder / name)
     for name in ("config.json", "curves.png", "metrics.jsonl", "report.html"):
         (folder / name).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main(_train, ("fresh", "quiet", "resume"), __doc__ or ""))
+    sys.exit(main(_train, ("fresh", "quiet", "resume", "tensorboard"), __doc__ or ""))

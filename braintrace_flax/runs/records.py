@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any, TextIO
 
+from .board import Board
+
 __all__ = ["Records", "read_records"]
 
 
@@ -19,10 +21,11 @@ class Records:
     Args:
       path: of the file; None to write nothing, as all processes but the first do.
       start: the step that the run goes on from.
+      board: gets the same metrics.
     """
 
-    def __init__(self, path: Path | None, start: int = 0):
-        self.path = path
+    def __init__(self, path: Path | None, start: int = 0, board: Board | None = None):
+        self.path, self.board = path, board
         self._file: TextIO | None = None
         if path is None:
             return
@@ -40,11 +43,15 @@ class Records:
             return
         known = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
         self._file.write(json.dumps({"step": step, "kind": kind, **known}) + "\n")
+        if self.board is not None:
+            self.board.write(step, kind, metrics)
 
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
             self._file.close()
+        if self.board is not None:
+            self.board.close()
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

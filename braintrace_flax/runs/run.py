@@ -32,6 +32,7 @@ from ..restoring import read_manifest
 from ..state import TrainState
 from ..tasks import Batch, Task
 from ..train_step import TrainStep, train_step
+from .board import Board
 from .config import Config, ConfigError, parse_rule
 from .interrupt import interrupt
 from .placing import placed, read
@@ -103,8 +104,11 @@ def build(config: Config, mesh: Mesh | None = None) -> Run:
     return Run(config, model, step, _measure_of(step, task), mesh)
 
 
-def train(run: Run, folder: Path, *, resume: bool = True, quiet: bool = False) -> Result:
-    """Train as a config says, in a folder; go on from its newest checkpoint if there is one and ``resume``."""
+def train(run: Run, folder: Path, *, resume: bool = True, quiet: bool = False, tensorboard: bool = False) -> Result:
+    """Train as a config says, in a folder; go on from its newest checkpoint if there is one and ``resume``.
+
+    With ``tensorboard`` the metrics are written into ``<folder>/tensorboard`` too.
+    """
     config = run.config
     with contextlib.ExitStack() as exits:
         if run.mesh is not None:
@@ -116,7 +120,8 @@ def train(run: Run, folder: Path, *, resume: bool = True, quiet: bool = False) -
             state, start = restored.state, int(restored.data["position"])
         if is_first():
             (folder / "config.json").write_text(json.dumps(config.as_dict(), indent=2) + "\n", encoding="utf-8")
-        records = Records(folder / "metrics.jsonl" if is_first() else None, start)
+        board = Board(folder / "tensorboard", start) if tensorboard and is_first() else None
+        records = Records(folder / "metrics.jsonl" if is_first() else None, start, board)
         exits.callback(records.close)
         stream = None if is_first() else exits.enter_context(Path(os.devnull).open("w"))
         reporter = exits.enter_context(Reporter(config.steps, start, config.log_every, quiet, stream))
