@@ -46,7 +46,7 @@ def operator_gradient(operator: Operator, operands: Sequence[Any], x: Any, cotan
         return jax.vmap(jax.vmap(one, axis_size=batch), axis_size=steps)(x)
 
     _, pull_back = jax.vjp(result, *(operands[places[key]] for key in missing))
-    gradients = pull_back(cotangent)
+    gradients = pull_back(cotangent.astype(operator.y.aval.dtype))  # a short operator may feed wide states
     return {**found, **dict(zip(missing, gradients, strict=True))}
 
 
