@@ -75,9 +75,15 @@ def shardings(model_or_step: Any, mesh: Mesh, rules: Rules = (), batch_axes: Seq
     if step is None:
         return TrainState(whole, params, carry, None, whole)
     abstract = jax.eval_shape(step.init, jax.eval_shape(lambda: jax.random.key(0)))
-    moments = optax.tree.map_params(
-        step.tx, lambda _, sharding: sharding, abstract.opt_state, params, transform_non_params=lambda _: whole
-    )
+    moments: Any = None
+
+    def like_params() -> None:  # it makes an optimizer state, whose traces may be larger than this machine
+        nonlocal moments
+        moments = optax.tree.map_params(
+            step.tx, lambda _, sharding: sharding, abstract.opt_state, params, transform_non_params=lambda _: whole
+        )
+
+    jax.eval_shape(like_params)
 
     def place(shapes: Any, found: Any) -> Any:
         if not isinstance(shapes, OnlineGradState):

@@ -201,6 +201,15 @@ def test_wrong_rules_are_refused(model, rules, shape, text):
         braintrace.shardings(make(model), mesh, rules)
 
 
+def test_shardings_allocate_nothing():
+    """Those of a state of many terabytes are found on any machine."""
+    wide = jax.ShapeDtypeStruct((2**30, 64), jnp.float64)
+    large = braintrace.compile(nn.GRUCell(64, param_dtype=jnp.float64, dtype=jnp.float64), wide)
+    found = braintrace.shardings(make(large), mesh_of((4, 2), AxisType.Auto), RULES)
+    traces = optax.tree.get(found.opt_state, "OnlineGradState").traces
+    assert traces["params/in/kernel@4.weight.0"].shard_shape((2**30, 64, 64)) == (2**28, 64, 32)
+
+
 def test_a_mesh_that_does_not_divide_is_refused():
     cell = nn.SimpleCell(6, param_dtype=jnp.float64, dtype=jnp.float64)
     model = braintrace.compile(cell, jnp.zeros((6, 3)))
