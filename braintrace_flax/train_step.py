@@ -123,7 +123,8 @@ class TrainStep:
         step = copy.copy(self)
         step._init = jax.jit(self._make_state, out_shardings=placed)
         whole = NamedSharding(mesh, PartitionSpec())
-        step.jitted = jax.jit(step.run, donate_argnums=self._donated, out_shardings=(placed, whole))
+        results = placed._replace(key=None), whole  # a call leaves the key outside
+        step.jitted = jax.jit(step.run, donate_argnums=self._donated, out_shardings=results)
         step.shardings = placed
         step._gathered = gathered(placed.params, batch_axes)
         return step
@@ -156,7 +157,11 @@ class TrainStep:
         modulator: Any = None,
     ) -> tuple[TrainState, dict[str, Array]]:
         """Train over the time steps of ``inputs``."""
-        return self.jitted(state, inputs, targets, reset, mask, modulator)
+        key = getattr(state, "key", None)
+        if isinstance(state, TrainState):  # the user's key stays outside: a typed one costs as much as many arrays
+            state = state._replace(key=None)
+        state, metrics = self.jitted(state, inputs, targets, reset, mask, modulator)
+        return state._replace(key=key), metrics
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The jitted step lowered for arguments like these (arrays or shapes)."""
