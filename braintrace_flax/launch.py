@@ -71,6 +71,8 @@ def launch(processes: int, devices_per_process: int, arguments: Sequence[str]) -
             signal.signal(number, handler)
         for child in children:
             child.kill()
+            with child:  # closes what it wrote into
+                pass
     return next((code if code > 0 else 128 - code for code in codes if code), 0)
 
 

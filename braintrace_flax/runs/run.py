@@ -161,7 +161,7 @@ def restore(run: Run, checkpoints: Checkpoints) -> Restored:
 
 def _compared(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings that a run must share with the checkpoint that it goes on from, as JSON brings them back."""
-    free = {"log_every", "evaluate_every", "checkpoint_every", "keep"}
+    free = {"log_every", "evaluate_every", "checkpoint_every", "keep", "mesh", "mesh_kind", "sharding"}
     if not settings["cooldown"]:  # which ends at the last
         free.add("steps")
     return json.loads(json.dumps({name: value for name, value in settings.items() if name not in free}))

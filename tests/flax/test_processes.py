@@ -250,8 +250,6 @@ def wait_for_checkpoint(folder, number, processes):
 
 def test_stopped_killed_and_resumed_on_fewer_devices(config, tmp_path):
     folder, alone = tmp_path / "several", tmp_path / "alone"
-    text, code = ended(start("braintrace_flax.train", "--config", config, "--folder", alone))
-    assert code == 0, text
     more = ("--steps", 100_000)
     processes = pair(config, folder, *more)
     wait_for_checkpoint(folder, 5, processes)

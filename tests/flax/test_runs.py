@@ -297,7 +297,7 @@ def test_a_config_checks_its_types(values, message):
         ("--rule pp_prop:speed=1", "unexpected keyword argument 'speed'"),
         ("--rule pp_prop:decay", "write arguments as `name=value`, got 'decay'"),
         ("--speed 3", "There is no setting `speed`: Config has batch_size, "),
-        ("--network.speed 3", "There is no setting `network.speed`: LRU has fastest, layers"),
+        ("--network.speed 3", "There is no setting `network.speed`: LRU has dtype, fastest, layers"),
         ("--steps.of 3", "`steps` has no settings of its own"),
         ("--network GRU", "change its parts, as in `--network.<setting>`"),
         ("--steps many", "`steps` is a whole number, got 'many'."),
