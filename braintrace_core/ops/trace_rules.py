@@ -149,7 +149,7 @@ class EmbeddingTrace(TraceRule):
 
     def __init__(self, index_shape: Sequence[int], table: Any):
         self.dtype, table_shape = table.dtype, table.shape
-        self.index_shape = tuple(index_shape)
+        self.index_shape, self.rows = tuple(index_shape), table_shape[0]
         self.shape = (*index_shape, *table_shape)
 
     def instant(self, x: Any, cotangent: Array) -> Array:
@@ -158,8 +158,7 @@ class EmbeddingTrace(TraceRule):
     def add(self, kept: Array, x: Any, cotangent: Array) -> Array:
         # Only the rows that were looked up are touched.
         places = np.indices((x.shape[1], *self.index_shape), np.int32, sparse=True)
-        rows = self.shape[len(self.index_shape)]
-        x = jnp.where(x < 0, x + rows, x)
+        x = jnp.where(x < 0, x + self.rows, x)
         dtype = common_dtype(kept.dtype, cotangent.dtype)
         at = (*(jnp.broadcast_to(p, x.shape) for p in places), x)
         return kept.astype(dtype).at[at].add(cotangent.astype(dtype), mode="drop")

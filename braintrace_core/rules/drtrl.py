@@ -13,7 +13,7 @@ trace is that before the last step, and the last step's own factors wait until a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,10 +21,12 @@ from jax import Array, lax
 
 from ..compiler.graph import ETraceGraph
 from ..ops.dtypes import storage_dtype
+from ..ops.trace_rules import EmbeddingTrace, TraceRule
 from .factors import Pair, Signal, WindowFactors
 from .operators import operator_gradient
 from .plan import GroupPlan, Link, RulePlan
 from .rule import OperandGradients, Rule, Traces, as_plan, times, total
+from .touched import contract_rows, has_rows, init_rows, roll_rows
 
 __all__ = ["DRTRL", "carry_back"]
 
@@ -34,7 +36,18 @@ class DRTRL(Rule):
     """Diagonal real-time recurrent learning: exact where the recurrence is unit by unit.
 
     Memory for each example: size of the weight times the number of recurrent states of a unit.
+
+    Attributes:
+      rows: how many rows of an embedding's table an example can have traces of; None for all. Exact as long as it looks
+        up no more of them in a sequence; traces of those that were looked up longest ago are lost then, and counted in
+        the trace ``"...rows.lost"``.
     """
+
+    rows: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.rows is not None and (isinstance(self.rows, bool) or not isinstance(self.rows, int) or self.rows < 1):
+            raise ValueError(f"`rows` is how many rows to follow, at least 1, or None; got {self.rows!r}.")
 
     def init(self, graph: ETraceGraph | RulePlan, batch_size: int, dtype: Any = None) -> Traces:
         plan = as_plan(graph)
@@ -42,6 +55,9 @@ class DRTRL(Rule):
         for link, operands in zip(plan.links, plan.abstract_operands(), strict=True):
             y = link.operator.y.aval
             for name, rule in link.traces(operands).rules.items():
+                if isinstance(rule, EmbeddingTrace) and link.stored and self.rows and self.rows < rule.rows:
+                    traces |= init_rows(link.name, rule, self.rows, batch_size, link.stored, dtype)
+                    continue
                 for a in link.stored:
                     traces[f"{link.name}.{name}.{a}"] = jnp.zeros(
                         (batch_size, *rule.shape), storage_dtype(dtype, rule.dtype)
@@ -151,12 +167,15 @@ def _link_gradient(traces: Traces, signal: Signal, i: int) -> OperandGradients:
 def _contract(link: Link, traces: Traces, signal: Mapping[int, Array], operands: Sequence[Any]) -> dict[str, Array]:
     """Stored traces of a link contracted with a signal for each stored component, by operand."""
     of_traces = link.traces(operands)
-    contracted = {
-        name: total(
-            [rule.contract(traces[f"{link.name}.{name}.{b}"], link.at_operator(signal[b])) for b in link.stored]
-        )
-        for name, rule in of_traces.rules.items()
-    }
+    at_operator = {b: link.at_operator(signal[b]) for b in link.stored}
+    contracted = {}
+    for name, rule in of_traces.rules.items():
+        if isinstance(rule, EmbeddingTrace) and has_rows(traces, link.name):
+            contracted[name] = contract_rows(link.name, rule, traces, at_operator)
+        else:
+            contracted[name] = total(
+                [rule.contract(traces[f"{link.name}.{name}.{b}"], at_operator[b]) for b in link.stored]
+            )
     found = of_traces.to_operands(contracted)
     return {key: value for key, value in found.items() if key in link.operator.operands}
 
@@ -246,16 +265,21 @@ def _roll(
         if moved:
             cotangents[a] = total(moved)
     for name, rule in link.traces(operands).rules.items():
+
+        def decayed(a: int, old: Mapping[int, Array], rule: TraceRule = rule) -> Array | None:
+            terms = [times(rule.align(link.at_operator(p)), old[b]) for b, p in _row(a, link.stored, across)]
+            return total(terms) if terms else None
+
+        if isinstance(rule, EmbeddingTrace) and has_rows(traces, link.name):
+            new.update(roll_rows(link.name, rule, traces, x, decayed, cotangents, link.stored))
+            continue
         for a in link.stored:
             stored = traces[f"{link.name}.{name}.{a}"]
-            terms = [
-                times(rule.align(link.at_operator(p)), traces[f"{link.name}.{name}.{b}"])
-                for b, p in _row(a, link.stored, across)
-            ]
+            kept = decayed(a, {b: traces[f"{link.name}.{name}.{b}"] for b in link.stored})
             if a not in cotangents:
-                found = total(terms, like=stored)
+                found = jnp.zeros_like(stored) if kept is None else kept
             else:
-                found = rule.add(total(terms), x, cotangents[a]) if terms else rule.instant(x, cotangents[a])
+                found = rule.instant(x, cotangents[a]) if kept is None else rule.add(kept, x, cotangents[a])
             new[f"{link.name}.{name}.{a}"] = found.astype(stored.dtype)
     return new
 
