@@ -112,7 +112,7 @@ def main(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    return launch(*numbers.values(), rest)
+    return launch(numbers["--processes"], numbers["--devices-per-process"], rest)
 
 
 if __name__ == "__main__":

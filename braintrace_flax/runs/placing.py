@@ -37,10 +37,8 @@ def placed(batch: Batch, mesh: Mesh | None) -> Batch:
 
 def _parts(mesh: Mesh, batch_size: int) -> tuple[list[int], int]:
     """Which of how many equal parts of the rows the devices of this process hold; one part if they are neighbours."""
-    held = {
-        index[1].indices(batch_size)[:2]
-        for index in data_sharding(mesh).addressable_devices_indices_map((1, batch_size)).values()
-    }
+    indices: Any = data_sharding(mesh).addressable_devices_indices_map((1, batch_size)).values()
+    held = {index[1].indices(batch_size)[:2] for index in indices}
     starts = sorted(start for start, _ in held)
     size = max(stop - start for start, stop in held)
     whole = size * len(starts)
@@ -53,7 +51,7 @@ def _assembled(batch: Batch, batch_size: int, rows: dict[int, int], mesh: Mesh) 
     sharding = data_sharding(mesh)
 
     def whole(leaf: np.ndarray) -> Any:
-        def at(index: tuple[slice, ...]) -> np.ndarray:
+        def at(index: Any) -> np.ndarray:
             first, last, _ = index[1].indices(batch_size)
             return leaf[:, rows[first] : rows[first] + last - first]
 
