@@ -72,8 +72,16 @@ class Model:
         return jax.vmap(lambda c, *x: self.step.run(params, c, *x))(carry, *inputs)
 
     def report(self) -> str:
-        """A table for people: hidden groups, relations, and how each parameter learns."""
-        return self.graph.report()
+        """A table for people: hidden groups, relations, and how each parameter learns; what no trace follows last."""
+        names, leaves = leaf_paths(self.carry_shape), jax.tree.leaves(self.carry_shape)
+        beside = [
+            name
+            for name, leaf, is_hidden in zip(names, leaves, jax.tree.leaves(self.step.hidden), strict=True)
+            if not is_hidden and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        ]
+        if not beside:
+            return self.graph.report()
+        return f"{self.graph.report()}\ncarried along, no hidden state (no gradient goes through): {', '.join(beside)}"
 
     def draw(self, path: Any = None) -> str:
         """The same as a picture, in SVG; also written to ``path`` if it is given."""

@@ -191,6 +191,8 @@ def test_batch_statistics_are_carried_along():
     carry, example = jnp.zeros((rows, UNITS), jnp.float32), jnp.zeros((rows, FEATURES), jnp.float32)
     model = braintrace.compile(Normalised(), example, carry=carry)
     assert model.is_batched
+    last = model.report().splitlines()[-1]
+    assert last.startswith("carried along, no hidden state (no gradient goes through): state/batch_stats/")
     stats = Normalised().init(jax.random.key(0), carry, example)["batch_stats"]
 
     def loop(params, inputs):

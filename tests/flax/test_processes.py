@@ -248,11 +248,13 @@ def wait_for_checkpoint(folder, number, processes):
     until(there, 200)
 
 
-def test_stopped_killed_and_resumed_on_fewer_devices(config, tmp_path):
+def test_stopped_killed_and_resumed_by_more_and_fewer_processes(config, tmp_path):
     folder, alone = tmp_path / "several", tmp_path / "alone"
-    more = ("--steps", 100_000)
+    text, code = ended(start("braintrace_flax.train", "--config", config, "--folder", folder, "--steps", 5))
+    assert code == 0, text
+    more = ("--steps", 100_000)  # what one process has begun, two go on with
     processes = pair(config, folder, *more)
-    wait_for_checkpoint(folder, 5, processes)
+    wait_for_checkpoint(folder, 10, processes)
     processes[1].send_signal(signal.SIGTERM)  # one is preempted: all save
     told = [ended(process) for process in processes]
     assert [code for _, code in told] == [AGAIN, AGAIN], told
