@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .checks import leaf_paths
 from .model import Model
@@ -16,7 +16,7 @@ from .online_grad import OnlineGradState, is_online_state
 from .state import TrainState
 from .trace_sharding import trace_specs, without
 
-__all__ = ["BATCH_AXES", "data_sharding", "gathered", "shardings"]
+__all__ = ["BATCH_AXES", "Gathered", "data_sharding", "gathered", "shardings"]
 
 Rules = Sequence[tuple[str, Any]]
 
@@ -24,12 +24,14 @@ BATCH_AXES = ("data", "fsdp")
 """Mesh axes over which a batch is divided, where the mesh has them."""
 
 
-def shardings(model_or_step: Any, mesh: Mesh, rules: Rules = (), batch_axes: Sequence[str] = BATCH_AXES) -> TrainState:
+def shardings(
+    model_or_step: Any, mesh: Mesh | AbstractMesh, rules: Rules = (), batch_axes: Sequence[str] = BATCH_AXES
+) -> TrainState:
     """Shardings for a train state, in its structure.
 
     Main arguments:
       model_or_step: a ``train_step``; for a compiled model only ``params`` and ``carry`` are filled in.
-      mesh: the devices, with named axes.
+      mesh: the devices, with named axes; abstract, if there are none to be had.
       rules: pairs of a regular expression over paths of parameters (``"cell/hi/kernel"``) and a partition spec; the
         first that is found in a path counts, and what none matches is kept whole on every device. Paths of the carry
         start with ``carry/``.
@@ -96,14 +98,40 @@ def shardings(model_or_step: Any, mesh: Mesh, rules: Rules = (), batch_axes: Seq
     return TrainState(whole, params, carry, opt_state, whole)
 
 
-def gathered(params: Any, batch_axes: Sequence[str] = BATCH_AXES) -> Any:
-    """Shardings of parameters less the axes of the batch, as a window needs them; None where that is no change."""
+class Gathered:
+    """How a parameter is gathered for a window; a leaf.
 
-    def of(sharding: NamedSharding) -> Any:
+    Attributes:
+      sharding: without the axes of the batch.
+      dtype: in which the model uses it: a weight that it casts is sent as short as it is used.
+    """
+
+    def __init__(self, sharding: NamedSharding, dtype: Any):
+        self.sharding, self.dtype = sharding, dtype
+
+
+def gathered(model: Model, params: Any, batch_axes: Sequence[str] = BATCH_AXES) -> Any:
+    """For each parameter's sharding, how it is gathered for a window; None where it need not be."""
+
+    def of(sharding: NamedSharding, dtype: Any) -> Any:
         spec = PartitionSpec(*without(sharding.spec, tuple(batch_axes), len(sharding.spec)))
-        return None if spec == sharding.spec else NamedSharding(sharding.mesh, spec)
+        return None if spec == sharding.spec else Gathered(NamedSharding(sharding.mesh, spec), dtype)
 
-    return jax.tree.map(of, params)
+    return jax.tree.map(of, params, jax.tree.unflatten(jax.tree.structure(params), _dtypes_in_use(model)))
+
+
+def _dtypes_in_use(model: Model) -> list[Any]:
+    """The dtype in which each parameter is used: that which all its readers cast it to, if they do, or its own."""
+    schedule = model.plan.program.schedule
+    parts = (schedule.inputs, schedule.recurrence, schedule.outputs, schedule.local)
+    read = {v for part in parts for v in part.reads} | {v for op in schedule.operators for v in op.operands.values()}
+    found = []
+    for v in model.graph.module_info.weight_invars:
+        readers = [eqn for eqn in schedule.parameters.eqns if v in eqn.invars]
+        casts = {eqn.outvars[0].aval.dtype for eqn in readers if eqn.primitive.name == "convert_element_type"}
+        is_cast = all(eqn.primitive.name == "convert_element_type" for eqn in readers) and v not in read
+        found.append(casts.pop() if is_cast and len(casts) == 1 else v.aval.dtype)
+    return found
 
 
 def data_sharding(mesh: Mesh, batch_axes: Sequence[str] = BATCH_AXES) -> NamedSharding:
@@ -112,7 +140,7 @@ def data_sharding(mesh: Mesh, batch_axes: Sequence[str] = BATCH_AXES) -> NamedSh
     return NamedSharding(mesh, PartitionSpec(None, axes or None))
 
 
-def _spec(name: str, shape: tuple[int, ...], rules: Rules, mesh: Mesh) -> PartitionSpec:
+def _spec(name: str, shape: tuple[int, ...], rules: Rules, mesh: Mesh | AbstractMesh) -> PartitionSpec:
     for pattern, spec in rules:
         if re.search(pattern, name):
             found = PartitionSpec(*spec) if isinstance(spec, (tuple, list)) else (spec or PartitionSpec())
@@ -121,7 +149,9 @@ def _spec(name: str, shape: tuple[int, ...], rules: Rules, mesh: Mesh) -> Partit
     return PartitionSpec()
 
 
-def _carry_spec(name: str, leaf: Any, model: Model, batch: tuple[str, ...], rules: Rules, mesh: Mesh) -> PartitionSpec:
+def _carry_spec(
+    name: str, leaf: Any, model: Model, batch: tuple[str, ...], rules: Rules, mesh: Mesh | AbstractMesh
+) -> PartitionSpec:
     given = _spec(name, leaf.shape, [rule for rule in rules if "carry" in rule[0]], mesh)
     if given != PartitionSpec():
         return given
@@ -134,7 +164,7 @@ def _axes(spec: PartitionSpec) -> list[tuple[str, ...]]:
     return [() if axis is None else axis if isinstance(axis, tuple) else (axis,) for axis in spec]
 
 
-def _check_rules(rules: Rules, mesh: Mesh) -> None:
+def _check_rules(rules: Rules, mesh: Mesh | AbstractMesh) -> None:
     for rule in rules:
         if not isinstance(rule, (tuple, list)) or len(rule) != 2:
             raise ValueError(f"A sharding rule is a pair (regular expression, spec), got {rule!r}.")
@@ -148,7 +178,7 @@ def _check_rules(rules: Rules, mesh: Mesh) -> None:
                     )
 
 
-def _check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> None:
+def _check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> None:
     if len(spec) > len(shape):
         raise ValueError(f"The sharding {spec} has more axes than `{name}` of shape {shape}.")
     for size, axes in zip(shape, _axes(spec), strict=False):
@@ -162,7 +192,7 @@ def _check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec, mesh:
             )
 
 
-def _check_batch(model: Model, mesh: Mesh, batch: tuple[str, ...]) -> None:
+def _check_batch(model: Model, mesh: Mesh | AbstractMesh, batch: tuple[str, ...]) -> None:
     count = 1
     for axis in batch:
         count *= mesh.shape[axis]

@@ -18,7 +18,7 @@ from .checks import check_mask, check_modulator, check_reset, check_state, check
 from .explicit import on_any_mesh, sharding_of
 from .model import Model
 from .online_grad import settings_of, skipped_of
-from .sharding import BATCH_AXES, gathered, shardings
+from .sharding import BATCH_AXES, Gathered, gathered, shardings
 from .state import TrainState
 from .window import Reduction, as_present, value_and_grad, window_losses
 
@@ -126,7 +126,7 @@ class TrainStep:
         results = placed._replace(key=None), whole  # a call leaves the key outside
         step.jitted = jax.jit(step.run, donate_argnums=self._donated, out_shardings=results)
         step.shardings = placed
-        step._gathered = gathered(placed.params, batch_axes)
+        step._gathered = gathered(self.model, placed.params, batch_axes)
         return step
 
     def init(self, key: Any, params: Any = None, example: tuple[Any, ...] | None = None) -> TrainState:
@@ -247,8 +247,11 @@ class TrainStep:
             return params
         inside = not jax.sharding.get_abstract_mesh().empty  # then a spec is enough, whatever kind of mesh it is
 
-        def gather(leaf: Array, to: NamedSharding | None) -> Array:
-            return leaf if to is None else lax.with_sharding_constraint(leaf, to.spec if inside else to)
+        def gather(leaf: Array, how: Gathered | None) -> Array:
+            if how is None:
+                return leaf
+            to = how.sharding.spec if inside else how.sharding
+            return lax.with_sharding_constraint(leaf.astype(how.dtype), to).astype(leaf.dtype)
 
         return jax.tree.map(gather, params, self._gathered)
 

@@ -255,12 +255,13 @@ def _group(text: str) -> int:
 
 def _window_waste(text: str) -> float:
     """How many times more a product with a window counts than it computes: examples side by side are such windows."""
-    window = re.search(r"window=\{size=([\dx]+)[^}]*?pad=([\dx_]+)", text)
+    window = re.search(r"window=\{([^}]*)\}", text)
     if window is None:
         return 1.0
+    parts = dict(part.split("=") for part in window.group(1).split())
     waste = 1.0
-    for size, pad in zip(window.group(1).split("x"), window.group(2).split("x"), strict=True):
-        low, _, high = pad.partition("_")
-        if int(low) or int(high):
-            waste *= int(size)
+    for place, size in enumerate(parts["size"].split("x")):
+        padded = any(map(int, parts["pad"].split("x")[place].split("_"))) if "pad" in parts else False
+        dilated = int(parts["lhs_dilate"].split("x")[place]) > 1 if "lhs_dilate" in parts else False
+        waste *= int(size) if padded or dilated else 1
     return waste

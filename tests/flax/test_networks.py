@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 
 from braintrace_flax.runs import GRU, LRU, Config, build
+from braintrace_flax.sharding import gathered, shardings
 from braintrace_flax.tasks import Copy
 
 pytestmark = pytest.mark.loose_promotion  # Optax relies on it
@@ -38,6 +40,19 @@ def test_short_products_train_like_long_ones(network, rule, credit):
     long, short = found["float32"], found["bfloat16"]
     assert np.linalg.norm(long) > 1e-3
     assert 0 < np.linalg.norm(short - long) < 0.05 * np.linalg.norm(long)
+
+
+def test_a_weight_that_is_cast_is_gathered_as_short_as_it_is_used():
+    network = GRU(units=8, dtype="bfloat16")
+    step = build(Config("n", TASK, network, window=2, batch_size=4)).step
+    mesh = jax.make_mesh((4,), ("fsdp",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,))
+    placed = shardings(step, mesh, [("back|kernel", ("fsdp",)), ("layers.*bias", (None, "fsdp"))])
+    found = gathered(step.model, placed.params)
+    assert found["in"]["bias"] is None
+    assert found["layers"][0]["in"] is None
+    assert found["layers"][0]["back"].dtype == found["out"]["kernel"].dtype == jnp.bfloat16
+    assert found["layers"][0]["back"].sharding.spec == jax.P(None)
+    assert found["layers"][0]["bias"].dtype == jnp.float32
 
 
 def test_another_dtype_is_refused():
