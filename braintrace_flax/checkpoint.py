@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
-from .manifest import Manifest, begin_manifest
+from .manifest import Manifest, begin_manifest, named_leaves
 from .preemption import Preemption, preemption
 from .restoring import (
     CheckpointDamaged,
@@ -115,6 +115,7 @@ class Checkpoints:
         self._count = self._numbers[-1] if self._numbers else 0
         self._may_write = not self._numbers
         self._cleaned = False
+        self._structures: list[Any] = []
         self._pending: tuple[int, Callable[[], Any]] | None = None
         self._notice = Preemption()
         self._exits = contextlib.ExitStack()
@@ -163,15 +164,13 @@ class Checkpoints:
             )
         self.wait()
         copy = jax.process_count() == 1 and sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(state)) <= _SMALL
-        number, (arrays, manifest) = self._count, begin_manifest(state, data, self.config, metrics, copy=copy)
+        if (structure := jax.tree.structure(state)) not in self._structures:
+            named_leaves(state)  # which refuses what cannot be told apart
+            self._structures = [structure]
+        number, content = self._count, begin_manifest(state, data, self.config, metrics, copy=copy)
         try:
             self._clean()
-            finish = begin_writing(
-                self.directory / str(number),
-                {name: array for name, array in arrays.items() if array.size},
-                lambda: manifest().encode(),
-                in_thread=copy,
-            )
+            finish = begin_writing(self.directory / str(number), lambda: _files(*content()), in_thread=copy)
         except Exception as error:
             raise self._not_written(number, error) from error
         self._pending = number, finish
@@ -293,6 +292,11 @@ class Checkpoints:
     def _score_of(self, manifest: Manifest) -> float:
         value = self._sign * manifest.metrics.get(self._metric or "", math.nan)
         return -math.inf if math.isnan(value) else value
+
+
+def _files(arrays: dict[str, Any], manifest: Manifest) -> tuple[dict[str, Any], dict[str, str]]:
+    """What is written: arrays with something in them, and the manifest as text."""
+    return {name: array for name, array in arrays.items() if array.size}, manifest.encode()
 
 
 def _parse_best(best: str | None) -> tuple[int, str | None]:

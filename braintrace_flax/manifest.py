@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -79,30 +80,30 @@ class Manifest:
 
 def begin_manifest(
     state: Any, data: Any, config: Any, metrics: Mapping[str, Any] | None, *, copy: bool
-) -> tuple[dict[str, Any], Callable[[], Manifest]]:
-    """The arrays of a state by name, or copies of them; and a function that waits for its manifest.
+) -> Callable[[], tuple[dict[str, Any], Manifest]]:
+    """A function that gives the arrays of a state by name, or copies of them, and waits for the manifest.
 
-    What the user gave is checked at once; nothing is waited for.
+    What the user gave is checked at once, and copying begins; all else is left to the function, which may be called in
+    another thread.
     """
     data, config, metrics = _checked("data", data), _checked("config", config), dict(metrics or {})
     for name, value in metrics.items():
         if np.ndim(value) or isinstance(value, str):
             raise TypeError(f"The metric `{name}` must be one number, got {value!r}.")
-    named, model = named_leaves(state), describe(state.opt_state)
-    arrays, numbers = begin_fingerprints(list(named.values()), copy=copy)
-    kinds = [
-        (tuple(leaf.shape), str(leaf.dtype), str(jax.random.key_impl(leaf)) if is_key(leaf) else None)
-        for leaf in named.values()
-    ]
-    by_name = dict(zip(named, arrays, strict=True))
+    arrays, numbers = begin_fingerprints(_arrays(state), copy=copy)
 
-    def finish() -> Manifest:
-        return Manifest(
+    def finish() -> tuple[dict[str, Any], Manifest]:
+        named, model = named_leaves(state), describe(state.opt_state)
+        by_name = dict(zip(named, arrays, strict=True))
+        leaves = {
+            name: Leaf(
+                tuple(leaf.shape), str(leaf.dtype), number, str(jax.random.key_impl(leaf)) if is_key(leaf) else None
+            )
+            for (name, leaf), number in zip(named.items(), numbers(), strict=True)
+        }
+        return by_name, Manifest(
             step=int(by_name["step"]),
-            leaves={
-                name: Leaf(shape, dtype, number, keys)
-                for name, (shape, dtype, keys), number in zip(named, kinds, numbers(), strict=True)
-            },
+            leaves=leaves,
             model=model,
             graph=_sha256(json.dumps(model)),
             data=data,
@@ -111,17 +112,20 @@ def begin_manifest(
             versions=versions(),
         )
 
-    return by_name, finish
+    return finish
 
 
 def named_leaves(state: Any) -> dict[str, Any]:
     """The leaves of a state by name, ``params/cell/kernel``."""
-    names, leaves = leaf_paths(state), jax.tree.leaves(state)
-    twice = sorted({name for name in names if names.count(name) > 1})
+    names = leaf_paths(state)
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         raise ValueError(f"Two leaves of the state have the same path: {', '.join(twice)}. Rename one of each.")
-    arrays = [leaf if hasattr(leaf, "dtype") else np.asarray(leaf) for leaf in leaves]
-    return dict(zip(names, arrays, strict=True))
+    return dict(zip(names, _arrays(state), strict=True))
+
+
+def _arrays(state: Any) -> list[Any]:
+    return [leaf if hasattr(leaf, "dtype") else np.asarray(leaf) for leaf in jax.tree.leaves(state)]
 
 
 def differences(manifest: Manifest, wanted: Mapping[str, Any], chosen: Sequence[str] | None, model: Any) -> list[str]:

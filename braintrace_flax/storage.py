@@ -24,20 +24,20 @@ def as_path(directory: Any) -> Any:
 
 
 def begin_writing(
-    path: Any, arrays: dict[str, Any], record: Callable[[], dict[str, str]], *, in_thread: bool
+    path: Any, content: Callable[[], tuple[dict[str, Any], dict[str, str]]], *, in_thread: bool
 ) -> Callable[[], Any]:
     """Write meanwhile; the function returned waits, and raises what went wrong.
 
     Args:
       path: of the new folder.
-      arrays: by name.
-      record: gives what to write with them; may wait.
+      content: gives arrays by name, and the record to write with them; may wait.
       in_thread: whether all of it is done in another thread: for arrays that nobody else has, in a single process. If
         not, Orbax copies the arrays to the host first.
     """
 
     def begin() -> Any:
-        return ocp.save_checkpointables_async(path, {_ARRAYS: arrays}, custom_metadata=record())
+        arrays, record = content()
+        return ocp.save_checkpointables_async(path, {_ARRAYS: arrays}, custom_metadata=record)
 
     if not in_thread:
         return begin().result
