@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from ..manifest import versions
+from ..restoring import CheckpointError
 from .meeting import MeetingFailed, difference, meet, split_address
 from .watch import Watch
 
@@ -81,9 +83,19 @@ def together(processes: Processes, about: dict[str, Any]) -> Iterator[None]:
     # On CPUs, steps that are under way together take the threads that the collectives of others wait for.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     # JAX ends processes by itself when one is silent; ours is the clearer word, so that it comes first.
-    jax.distributed.initialize(
-        **known, initialization_timeout=int(timeout) + 10, heartbeat_timeout_seconds=int(2 * timeout) + 30
-    )
+    limits: dict[str, Any] = {
+        "initialization_timeout": int(timeout) + 10,
+        "heartbeat_timeout_seconds": int(2 * timeout) + 30,
+    }
+    try:
+        jax.distributed.initialize(**known, **limits)
+    except ValueError as error:
+        if known:
+            raise
+        raise MeetingFailed(
+            f"`--coordinator auto` finds no cluster here ({error}): give `--coordinator host:port --num-processes N "
+            "--process-id I`."
+        ) from error
     watch = _watch(processes)
     try:
         agree("run", about)
@@ -92,8 +104,12 @@ def together(processes: Processes, about: dict[str, Any]) -> Iterator[None]:
         # Where a process is lost, JAX raises in the middle of something; the watch knows better and ends us.
         time.sleep(2.0 if isinstance(error, (RuntimeError, ValueError)) and not _is_ours(error) else 0.0)
         watch.close(_first_line(error))
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        if isinstance(error, (OSError, ValueError, CheckpointError)):
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
         sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(130 if isinstance(error, KeyboardInterrupt) else 2)  # an ordinary exit would wait for the others
     watch.close()
     jax.distributed.shutdown()

@@ -324,3 +324,9 @@ def test_a_mesh_of_other_size_and_several_processes_without_one(config, tmp_path
     assert "at least 1 for 'data'" in capsys.readouterr().err
     assert command.main(lambda c: 0, (), "", [*given, "--mesh_kind", "manual"]) == 2
     assert '`mesh_kind` is "auto" or "explicit"' in capsys.readouterr().err
+
+
+def test_a_cluster_that_is_none(config, tmp_path, capsys):
+    given = ["--config", str(config), "--folder", str(tmp_path), "--coordinator", "auto"]
+    assert command.main(lambda c: 0, (), "", given) == 2
+    assert "`--coordinator auto` finds no cluster here" in capsys.readouterr().err
