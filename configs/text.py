@@ -1,6 +1,9 @@
 """A character model on an endless stream: it never resets, in constant memory.
 
 python -m braintrace_flax.train --config configs/text.py
+
+2 cores that did other work too, no accelerator: 90 s. Test loss, seed 0 alone: 1.494; without traces 1.555 (`--rule
+tbptt`) and 1.608 (`--rule immediate --credit step`).
 """
 
 from braintrace_flax.runs import LRU, Config
@@ -9,10 +12,11 @@ from braintrace_flax.tasks import Text
 config = Config(
     name="text",
     task=Text(),
-    network=LRU(units=128, width=128, layers=2),
+    network=LRU(units=64, width=64, layers=2),
     rule="d_rtrl",
-    window=16,
+    window=4,
     batch_size=16,
-    steps=3000,
+    steps=1000,
     learning_rate=2e-3,
+    cooldown=1.0,
 )

@@ -15,7 +15,7 @@ CASES = {
     "character_stream": ("--steps 12 --units 12 --layers 1", {r"result: ([\d.]+) bits": (1, 6.3)}),  # chance is 6.64
     "copy_gru": ("--steps 60 --units 16 --rules d_rtrl", {r"\nd_rtrl +([\d.]+)% +\d": (33, 100)}),  # chance is 25
     "custom_operator": ("--steps 40", {r"result: ([\d.]+)%": (30, 100), r"all +1.0000 +1.0000 +(\S+)": (0, 1e-5)}),
-    "digits_lru": ("--steps 30 --units 16 --layers 1 --rules d_rtrl", {r"d_rtrl +8 +([\d.]+)%": (20, 100)}),
+    "digits_lru": ("--steps 60 --units 16 --layers 1 --rules d_rtrl", {r"d_rtrl +2 +([\d.]+)%": (20, 100)}),
     "evidence_alif": (
         "--steps 20 --units 20 --cues 1",
         # Chance is 50; the two would be the same if the random way back were not taken.
