@@ -147,6 +147,8 @@ def online_grad(
             jnp.zeros_like(g) if i in compiled.frozen_leaves else g + m.astype(g.dtype)
             for i, (g, m) in enumerate(zip(gradients, more, strict=True))
         ]
+        if online.divide is not None:
+            total = jax.tree.leaves(online.divide(compiled.as_params(total, updates)))
         # Where only the whole is not finite, the traces are broken. They start anew with the next window: to decide it
         # now would keep two copies of them.
         seen_all = isinstance(chosen, TBPTT) and present.waiting is None

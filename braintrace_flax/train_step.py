@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -221,6 +222,8 @@ class TrainStep:
         (value, carry), grads, window = self._value_and_grad(
             self._whole(state.params), state.carry, inputs, targets, reset, mask, modulator
         )
+        if self._gathered is not None:
+            window = replace(window, divide=self._divide)
         updates, opt_state = self._update(grads, state.opt_state, state.params, online=window)
         params = optax.apply_updates(state.params, updates)
         skipped = skipped_of(opt_state) != skipped_of(state.opt_state)
@@ -251,9 +254,27 @@ class TrainStep:
             if how is None:
                 return leaf
             to = how.sharding.spec if inside else how.sharding
-            return lax.with_sharding_constraint(leaf.astype(how.dtype), to).astype(leaf.dtype)
+            short = lax.with_sharding_constraint(leaf.astype(how.dtype), to)
+            return lax.optimization_barrier(short).astype(leaf.dtype)  # or it may move into the loop over time
 
         return jax.tree.map(gather, params, self._gathered)
+
+    def _divide(self, gradients: Any) -> Any:
+        """Gradients divided like their parameters: first whole, then a part for each device.
+
+        So all terms of a gradient are summed over devices together; the compiler makes one reduce-scatter of it.
+        """
+        assert self.shardings is not None
+        inside = not jax.sharding.get_abstract_mesh().empty
+
+        def divide(leaf: Array, how: Gathered | None, own: NamedSharding) -> Array:
+            if how is None or not how.is_over_batch:
+                return leaf
+            for to in (how.sharding, own):
+                leaf = lax.with_sharding_constraint(leaf, to.spec if inside else to)
+            return leaf
+
+        return jax.tree.map(divide, gradients, self._gathered, self.shardings.params, is_leaf=lambda x: x is None)
 
     def _meter_shapes(self, carry: Any, example: tuple[Any, ...] | None) -> Any:
         if self.window is None or example is None:

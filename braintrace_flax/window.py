@@ -49,6 +49,7 @@ class Window:
       waiting: gradients that ``online_grad`` sends back to the parameters together with those of the past; None if they
         are among the ones that it is given.
       value: the loss, where gradients wait.
+      divide: on a mesh, what to do with the gradients once they are whole; None for nothing.
       credit: how the gradient was taken.
       rule: the rule that took part in it; None if none did.
     """
@@ -62,6 +63,7 @@ class Window:
     record: Any = None
     waiting: Any = None
     value: Any = None
+    divide: Callable[[Any], Any] | None = field(default=None, metadata={"static": True})
     credit: Credit = field(default="window", metadata={"static": True})
     rule: Rule | None = field(default=None, metadata={"static": True})
 
@@ -217,7 +219,7 @@ def as_window(
     signals = present.signal if credit == "step" else None
     value = None if present.waiting is None else present.value
     return Window(
-        carry, carry_grad, inputs, reset, after, signals, present.record, present.waiting, value, credit, rule
+        carry, carry_grad, inputs, reset, after, signals, present.record, present.waiting, value, None, credit, rule
     )
 
 

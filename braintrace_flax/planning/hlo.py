@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 __all__ = ["Collective", "Program", "Shape"]
 
@@ -112,7 +112,7 @@ class Program:
 
     def collectives(self) -> list[Collective]:
         """Every collective, in the order of the program."""
-        found: dict[tuple[str, str], Collective] = {}
+        found: dict[Any, Collective] = {}
         for line, loops, inside in self._walk(self._entry, (), ""):
             kind = next((kind for kind in _MOVES if line.kind in (kind, f"{kind}-start")), None)
             if kind is None:
@@ -125,7 +125,8 @@ class Program:
             if kind == "all-reduce" and "scatter" in inside:  # as the TPU compiler writes a reduce-scatter
                 kind = "reduce-scatter"
             channel = re.search(r"channel_id=(\d+)", line.text)
-            key = (str(loops), channel.group(1) if channel else line.name)  # the parts of an async one share a channel
+            # The parts of an asynchronous one have the same channel and shapes.
+            key = (loops, kind, channel.group(1) if channel else line.name, tuple(map(str, shapes)))
             if key not in found:
                 found[key] = Collective(kind, shapes, _group(line.text), math.prod(loops), loops)
         return list(found.values())

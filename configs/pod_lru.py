@@ -1,0 +1,24 @@
+"""Six LRU layers of 2,048 complex units on 256 chips, with D-RTRL: its traces fill the chips' memory.
+
+All of it is float32, of which a TPU multiplies the leading bfloat16 bits. Traces lie where their examples do and are
+never sent; weights, moments and gradients are divided over fsdp.
+
+python -m braintrace_flax.plan --config configs/pod_lru.py --topology v5e:16x16
+"""
+
+from braintrace_flax.runs import LRU, Config
+from braintrace_flax.tasks import Text
+
+config = Config(
+    name="pod_lru",
+    task=Text(length=256),
+    network=LRU(units=2048, width=2048, layers=6),
+    rule="d_rtrl",
+    window=32,
+    batch_size=4096,
+    steps=100_000,
+    learning_rate=3e-4,
+    warmup=1000,
+    mesh="fsdp=256",
+    sharding=((r"layers/\d+/(in|out)_", ("fsdp",)), ("out/kernel", ("fsdp",))),
+)
