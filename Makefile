@@ -6,6 +6,7 @@ SHELL := bash
 
 VENV := .venv
 NEWEST := .venv-newest
+TPU := .venv-tpu
 BIN := $(VENV)/bin
 FIND_PYTHON := bash .ci/find-python
 PYTHON ?= $(shell $(FIND_PYTHON) 3.11 3.12 3.13)
@@ -60,6 +61,14 @@ $(VENV)/.installed: $(REQUIREMENTS)
 $(NEWEST)/.installed: $(REQUIREMENTS)
 	$(call install,$(NEWEST),$(PYTHON_NEWEST))
 
+# Only what these tests need: they are to be quick.
+$(TPU)/.installed: $(REQUIREMENTS)
+	$(call create,$(TPU),$(PYTHON))
+	@pins=$(call pins,$(TPU)); test -e $$pins || pins=/dev/null; \
+	echo "$(TPU)/bin/python -m pip install -c $$pins -e .[tpu] hypothesis pytest pytest-timeout pytest-xdist"; \
+	$(TPU)/bin/python $(PIP) install -c $$pins -e '.[tpu]' hypothesis pytest pytest-timeout pytest-xdist
+	@touch $(TPU)/.installed
+
 .PHONY: install
 install: $(VENV)/.installed ## Create .venv with the package and its test tools.
 
@@ -83,6 +92,14 @@ test-newest: ## Run the core's tests on Python 3.13 and the newest supported JAX
 run-newest: $(NEWEST)/.installed
 	$(NEWEST)/bin/python -m pytest $(PYTEST_ARGS) $(NEWEST_TESTS)
 
+.PHONY: test-tpu
+test-tpu: ## Compile small train steps with the TPU's own compiler and read what it made of them; no TPU is needed.
+	@if $(MAKE) --no-print-directory $(TPU)/.installed; then \
+	  $(TPU)/bin/python -m pytest -n 0 tests/tpu; \
+	else \
+	  echo "The TPU's compiler (libtpu) could not be installed in $(TPU): skipping the tests that need it."; \
+	fi
+
 .PHONY: lint
 lint: install ## Check style and types.
 	@failed=0; \
@@ -101,5 +118,5 @@ lock: ## Renew constraints/ from what the registries offer now.
 
 .PHONY: clean
 clean: ## Remove environments, caches and builds.
-	rm -rf $(VENV) $(NEWEST) .venv-lock build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(NEWEST) $(TPU) .venv-lock build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

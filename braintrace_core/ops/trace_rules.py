@@ -318,7 +318,7 @@ def weighted_sum(weights: Array, values: Array) -> Array:
         return result
 
     def reduced(weights: Array, values: Array) -> Array:
-        return (weights * values).sum(0)
+        return _sum_of_parts(weights * values, 0)
 
     if rows > _MOST_WRITTEN_OUT or jax.device_count() > 1:  # written out, a sharded axis would be gathered
         return reduced(weights, values)
@@ -333,11 +333,18 @@ def sum_over_steps(values: Array) -> Array:
         return (jnp.ones(flat.shape[0], flat.dtype) @ flat).reshape(values.shape[2:])
 
     def reduced(values: Array) -> Array:
-        return values.sum((0, 1))
+        return _sum_of_parts(values, (0, 1))
 
     if jax.device_count() > 1:  # time and batch as one axis could not be divided among devices
         return reduced(values)
     return lax.platform_dependent(values, cpu=product, default=reduced)
+
+
+def _sum_of_parts(values: Array, axes: int | tuple[int, ...]) -> Array:
+    """The sum over some axes, of real and imaginary parts apart: a TPU gathers complex sums from all chips."""
+    if not jnp.iscomplexobj(values):
+        return values.sum(axes)
+    return lax.complex(jnp.real(values).sum(axes), jnp.imag(values).sum(axes))
 
 
 _MOST_WRITTEN_OUT = 256
