@@ -2,8 +2,8 @@
 
 python -m braintrace_flax.train --config configs/copy.py
 
-2 cores that did other work too, no accelerator: 46 s. Test accuracy, seed 0 alone: 100 %; with `--rule pp_prop
---learning_rate 1e-2` 99.8 %.
+2 cores that did other work too, no accelerator: 70 s. Test accuracy, seeds 0 to 2: 100 %; with `--rule pp_prop
+--learning_rate 1e-2` 99.3 %; without traces (`--rule tbptt --learning_rate 1e-2`) 67.4 %.
 """
 
 from braintrace_flax.runs import GRU, Config
