@@ -13,8 +13,8 @@ PYTHON ?= $(shell $(FIND_PYTHON) 3.11 3.12 3.13)
 PYTHON_NEWEST ?= $(shell $(FIND_PYTHON) 3.13)
 PYTEST_ARGS ?= -n 2
 # What has to hold on the newest JAX: whatever looks inside a jaxpr, and a training step from end to end.
-NEWEST_TESTS := tests/core/ops tests/flax/test_train_step.py \
-  $(foreach name,calls containers traps,tests/core/compiler/test_$(name).py)
+NEWEST_TESTS := tests/core/ops/test_contract.py tests/flax/test_train_step.py \
+  $(foreach name,calls traps,tests/core/compiler/test_$(name).py)
 
 REQUIREMENTS := pyproject.toml $(wildcard constraints/*.txt)
 PIP := -m pip --disable-pip-version-check --quiet
@@ -71,6 +71,14 @@ $(TPU)/.installed: $(REQUIREMENTS)
 
 .PHONY: install
 install: $(VENV)/.installed ## Create .venv with the package and its test tools.
+
+.PHONY: environments
+environments: ## Create the environments of all tests side by side; those of the newest JAX and of the TPU if they can be.
+	$(MAKE) --no-print-directory -j 3 install $(if $(PYTHON_NEWEST),$(NEWEST)/.installed) try-tpu
+
+.PHONY: try-tpu
+try-tpu:
+	@$(MAKE) --no-print-directory $(TPU)/.installed || echo "libtpu could not be installed in $(TPU)."
 
 .PHONY: train
 train: install ## Train a network online on real digits: progress, a learning curve, a report and checkpoints in runs/.
