@@ -1,7 +1,7 @@
 """Six LRU layers of 2,048 complex units on 256 chips, with D-RTRL: its traces fill the chips' memory.
 
 All of it is float32, of which a TPU multiplies the leading bfloat16 bits. Traces lie where their examples do and are
-never sent; weights, moments and gradients are divided over fsdp.
+never sent; parameters are small beside them and whole on every chip.
 
 python -m braintrace_flax.plan --config configs/pod_lru.py --topology v5e:16x16
 """
@@ -19,6 +19,5 @@ config = Config(
     steps=100_000,
     learning_rate=3e-4,
     warmup=1000,
-    mesh="fsdp=256",
-    sharding=((r"layers/\d+/(in|out)_", ("fsdp",)), ("out/kernel", ("fsdp",))),
+    mesh="data=256",
 )

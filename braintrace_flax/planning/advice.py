@@ -97,7 +97,7 @@ def _row(config: Config, memory: int) -> Row | None:
         raise
     except ValueError:  # a rule that cannot learn this network, or not with this credit
         return None
-    return Row(config.rule, config.window or config.task.steps, need, largest_batch(config, memory, need))
+    return Row(config.rule, config.window or config.task.steps, need, largest_batch(config, memory))
 
 
 def _windows(config: Config) -> list[int]:

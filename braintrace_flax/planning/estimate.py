@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -57,6 +58,35 @@ def estimate(config: Config) -> Need:
     State is exact: shapes, shardings, and the padding of a TPU's tiles. Activations are those of a window on one
     device's share of the batch, as far as a jaxpr tells which arrays are alive at the same time.
     """
+    return _measure(config)[0]
+
+
+def largest_batch(config: Config, memory: int) -> int:
+    """The largest batch that fits into so many bytes a device, for the whole mesh; 0 if none does.
+
+    Found from a few estimates, each time as if what a batch needs grew in proportion to it.
+    """
+    need, placed = _measure(config)
+    shards = batch_shards(config)
+    own = config.batch_size // shards
+    fixed, grows = need.parameters + need.optimizer, (need.traces + need.carry + need.data) / own
+
+    def total(share: int) -> float:
+        return fixed + share * grows + _activations(_share(config, share), placed)
+
+    low, found, high = own, float(need.total), 2 * own
+    for _ in range(3):
+        more = total(high)
+        slope = max((more - found) / (high - low), 1.0)
+        low, found = high, more
+        high = min(max(int(low + (memory - found) / slope), 0), 64 * low)
+        if not high or high == low or abs(memory - found) < 0.02 * memory:
+            break
+    return high * shards
+
+
+@lru_cache(maxsize=2)
+def _measure(config: Config) -> tuple[Need, TrainState]:
     mesh, shards = abstract_mesh(config), batch_shards(config)
     if config.batch_size % shards:
         raise ConfigError(f"A batch of {config.batch_size} cannot be divided over {shards} devices.")
@@ -66,8 +96,8 @@ def estimate(config: Config) -> Need:
     sizes = jax.tree.map(lambda leaf, sharding: _bytes(sharding.shard_shape(leaf.shape), leaf.dtype), state, placed)
     online = [node for node in jax.tree.leaves(sizes.opt_state, is_leaf=is_online_state) if is_online_state(node)]
     traces = sum(jax.tree.leaves(online))
-    share = run if shards == 1 else build(replace(config, mesh="", batch_size=config.batch_size // shards))
-    return Need(
+    share = run if shards == 1 else _share(config, config.batch_size // shards)
+    need = Need(
         parameters=sum(jax.tree.leaves(sizes.params)),
         optimizer=sum(jax.tree.leaves(sizes.opt_state)) - traces,
         traces=traces,
@@ -75,19 +105,12 @@ def estimate(config: Config) -> Need:
         data=sum(_bytes(leaf.shape, leaf.dtype) for leaf in data_shapes(share, config.task.steps)),
         activations=_activations(share, placed),
     )
+    return need, placed
 
 
-def largest_batch(config: Config, memory: int, need: Need | None = None) -> int:
-    """The largest batch that fits into so many bytes a device, for the whole mesh; 0 if none does.
-
-    What a batch needs is taken to grow in proportion to it, from two estimates.
-    """
-    shards = batch_shards(config)
-    first = need or estimate(config)
-    second = estimate(replace(config, batch_size=2 * config.batch_size))
-    share = config.batch_size // shards
-    slope = max((second.total - first.total) / share, 1.0)
-    return max(int((memory - first.total) // slope) + share, 0) * shards
+def _share(config: Config, examples: int) -> Run:
+    """The run of one device, with so many examples."""
+    return build(replace(config, mesh="", batch_size=examples))
 
 
 def abstract_mesh(config: Config) -> AbstractMesh:

@@ -185,11 +185,14 @@ class Program:
         return 2.0 * out * math.prod(operands[0][0].dims[axis] for axis in taken)
 
     def _touched(self, line: _Line) -> float:
-        result = sum(shape.bytes for shape in line.result if shape.in_hbm)
+        made = line.result
+        if line.kind.endswith("-start"):  # what it makes stands beside what it was given
+            made = made[:1] if line.kind == "copy-start" else made[1:2]
+        result = sum(shape.bytes for shape in made if shape.in_hbm)
         operands = line.part.shapes(line.operands)
         called = next((name for name in _called(line.text) if name in self._parts), None)
-        if line.kind in ("dynamic-slice", "slice", "gather"):
-            return 2.0 * result
+        if line.kind in ("dynamic-slice", "slice", "slice-start", "gather"):
+            return result + sum(shape.bytes for shape in made)
         if line.kind == "dynamic-update-slice":
             return 2.0 * sum(shape.bytes for shape in operands[1])
         if line.kind != "fusion" or called is None:

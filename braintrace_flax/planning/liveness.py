@@ -142,7 +142,7 @@ class _Simulation:
                     ends[last[v]] = ends.get(last[v], 0) + lasting
             most = max(most, alive + at_once + step.inside)
             alive -= ends.get(i, 0)
-        return max(most, alive + self._in_turn(stored))
+        return max(most, alive // 2 + self._in_turn(stored))  # results come one by one: half is gone by then
 
     def _in_turn(self, stored: set[Any]) -> int:
         """What results need that take the places of one another's arguments, and so cannot all be written in place.
@@ -177,14 +177,22 @@ class _Simulation:
             if step.name not in _FUSED or any(reader.name in ("scan", "while") for reader in found):
                 stored.add(v)
         stored -= {v for v in stored if made[v].name in _PRODUCTS and self._is_written_at_once(v, readers)}
-        added = {}
+        added: dict[_Value, _Value] = {}
+        root: dict[_Value, _Value] = {}  # a sum of products -> the one whose memory it takes
         for step in self.steps:
-            if step.name in ("add", "add_any"):
-                own = [v for v in step.operands if v in made and made[v].name in _PRODUCTS and len(readers[v]) == 1]
-                if len(own) == 2 and stored.issuperset(own):
-                    stored.remove(own[1])
-                    added[own[1]] = own[0]
+            if step.name not in ("add", "add_any", "convert_element_type", "transpose", "reshape"):
+                continue
+            terms = [root.get(v, v) for v in step.operands if v in root or self._is_term(v, made, readers)]
+            terms = [v for v in terms if v in stored]
+            if terms and len(terms) == len(step.operands):
+                root[step.results[0]] = terms[0]
+                for v in terms[1:]:
+                    stored.discard(v)
+                    added[v] = terms[0]
         return stored, added
+
+    def _is_term(self, v: _Value, made: dict[_Value, _Step], readers: dict[_Value, list[_Step]]) -> bool:
+        return v in made and made[v].name in _PRODUCTS and len(readers[v]) == 1
 
     def _is_written_at_once(self, v: Any, readers: dict[Any, list[_Step]]) -> bool:
         """Whether nothing but element-wise operations stand between a value and a result of its size."""
