@@ -33,7 +33,7 @@ def test_code_of_the_readme_runs(tmp_path, monkeypatch, capsys):
         assert 0.1 < found.mean() < 3
     shown = capsys.readouterr().out
     assert "online: a trace carries its credit through time" in shown
-    assert "DRTRL(), window credit, window of 16, 64 steps, against BPTT" in shown
+    assert "DRTRL(rows=None), window credit, window of 16, 64 steps, against BPTT" in shown
     for comment in re.findall(r"print\(graph.*#\s*(.*)", README.read_text()):
         assert comment in shown
     assert (tmp_path / "model.svg").read_text().startswith("<svg")

@@ -354,7 +354,7 @@ def test_the_distance_to_back_propagation():
     table = braintrace.check_against_bptt(*where, inputs, targets, window=1)
     assert [row.name for row in table.rows] == ["a", "r", "w", "all"]
     assert all(row.relative_error < 1e-9 for row in table.rows)
-    assert "DRTRL(), window credit, window of 1, 4 steps, against BPTT" in str(table)
+    assert "DRTRL(rows=None), window credit, window of 1, 4 steps, against BPTT" in str(table)
     mask = jnp.asarray(np.random.default_rng(0).random((4, small.BATCH)) < 0.5)
     masked = braintrace.check_against_bptt(*where, inputs, targets, window=1, mask=mask)
     assert all(row.relative_error < 1e-9 for row in masked.rows)
