@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..runs.config import Config, ConfigError
-from .chips import Chip
+from .chips import Chip, spell_size
 from .estimate import Need, estimate, largest_batch
 
 __all__ = ["USABLE", "Row", "advise", "compare"]
@@ -52,11 +52,11 @@ def advise(config: Config, chip: Chip, own: Row, rows: list[Row]) -> list[str]:
     found = []
     if need.total <= memory:
         found.append(
-            f"It fits: {_gib(need.total)} of {_gib(memory)} a device. The largest batch that fits is about "
+            f"It fits: {spell_size(need.total)} of {spell_size(memory)} a device. The largest batch that fits is about "
             f"{own.largest_batch}."
         )
     else:
-        found.append(f"It does not fit: {_gib(need.total)} are needed and {_gib(memory)} are there.")
+        found.append(f"It does not fit: {spell_size(need.total)} are needed and {spell_size(memory)} are there.")
         fitting = list(_ways(config, own, rows, memory))
         found += [f"This would fit: {way}." for way in fitting]
         if not fitting:
@@ -64,7 +64,7 @@ def advise(config: Config, chip: Chip, own: Row, rows: list[Row]) -> list[str]:
     if need.traces > need.total / 2 and config.trace_dtype != "bfloat16":
         saved = need.traces - estimate(replace(config, trace_dtype="bfloat16")).traces
         if saved > 0:
-            found.append(f"Traces are most of it: `--trace_dtype bfloat16` saves {_gib(saved)}.")
+            found.append(f"Traces are most of it: `--trace_dtype bfloat16` saves {spell_size(saved)}.")
     bptt = next((row for row in rows if row.rule == "bptt"), None)
     if bptt is not None and own.rule != "bptt":
         ratio = bptt.need.activations / max(need.activations + need.traces, 1)
@@ -104,7 +104,3 @@ def _windows(config: Config) -> list[int]:
     steps = config.task.steps
     own = config.window or steps
     return [window for window in dict.fromkeys((own, own // 4, own * 4)) if window and steps % window == 0]
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB"

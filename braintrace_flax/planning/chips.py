@@ -6,7 +6,7 @@ import math
 import re
 from typing import NamedTuple
 
-__all__ = ["CHIPS", "Chip", "PlanError", "chip_of", "size_of"]
+__all__ = ["CHIPS", "Chip", "PlanError", "chip_of", "size_of", "spell_size"]
 
 
 class PlanError(ValueError):
@@ -65,3 +65,15 @@ def size_of(topology: str) -> int:
     if not re.fullmatch(r"\d+(x\d+)*", shape):
         raise PlanError(f"A topology is a chip and a shape, as in v5e:16x16 or v5p:8x8x8; got {topology!r}.")
     return math.prod(map(int, shape.split("x")))
+
+
+def spell_size(size: float) -> str:
+    """Bytes in words.
+
+    >>> spell_size(3 * 2**29)
+    '1.50 GiB'
+    """
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
+        if size >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size / 2**10:.1f} KiB"

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..runs.config import Config
 from .advice import Row
-from .chips import Chip
+from .chips import Chip, spell_size
 from .estimate import Need
 from .tpu import Compiled
 
@@ -36,11 +36,11 @@ def rows_table(rows: Sequence[Row]) -> str:
 def compiled_lines(need: Need, found: Compiled, chip: Chip) -> list[str]:
     """What the compiler says, next to the estimate, and what it means for time."""
     if not found.fits:
-        wanted = f"{_size(found.needed)} are needed" if found.needed else "it needs more than there is"
+        wanted = f"{spell_size(found.needed)} are needed" if found.needed else "it needs more than there is"
         return [f"By the compiler it does not fit: {wanted} ({found.seconds:.0f} s)."]
     lines = [
-        f"By the compiler, on one chip: {_size(found.needed)} ({_size(found.arguments)} state and batch, "
-        f"{_size(found.temporaries)} temporary, {_size(found.aliased)} updated in place); the estimate is "
+        f"By the compiler, on one chip: {spell_size(found.needed)} ({spell_size(found.arguments)} state and batch, "
+        f"{spell_size(found.temporaries)} temporary, {spell_size(found.aliased)} updated in place); the estimate is "
         f"{need.total / found.needed - 1:+.1%}. Compiled in {found.seconds:.0f} s.",
         "",
         "A window, on one chip, at the published peak: not run on hardware.",
@@ -48,8 +48,8 @@ def compiled_lines(need: Need, found: Compiled, chip: Chip) -> list[str]:
             ("", "amount", "at peak"),
             [
                 ("matrix products", f"{found.flops / 1e12:.3f} TFLOP", _time(found.flops / chip.flops)),
-                ("main memory", _size(found.bytes_accessed), _time(found.bytes_accessed / chip.bandwidth)),
-                ("links", _size(found.sent), _time(found.sent / chip.links)),
+                ("main memory", spell_size(found.bytes_accessed), _time(found.bytes_accessed / chip.bandwidth)),
+                ("links", spell_size(found.sent), _time(found.sent / chip.links)),
             ],
         ),
         "",
@@ -68,7 +68,7 @@ def collectives_table(found: Compiled) -> str:
             arrays += " ..." if len(kinds) > 4 else ""
             counts[c.kind, arrays, c.group, c.times / found.windows, c.bytes] += 1
     rows = [
-        (kind, f"{n * times:g}", str(group), _size(size), arrays)
+        (kind, f"{n * times:g}", str(group), spell_size(size), arrays)
         for (kind, arrays, group, times, size), n in counts.items()
     ]
     rows.sort(key=lambda row: row[0])
@@ -107,14 +107,7 @@ def as_json(config: Config, chip: Chip, rows: Sequence[Row], advice: Sequence[st
 def _cells(row: Row) -> tuple[str, ...]:
     need = row.need
     sizes = (need.parameters, need.optimizer, need.traces, need.activations + need.carry + need.data, need.total)
-    return (row.rule, str(row.window), *map(_size, sizes), str(row.largest_batch or "none"))
-
-
-def _size(size: float) -> str:
-    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
-        if size >= scale:
-            return f"{size / scale:.2f} {unit}"
-    return f"{size / 2**10:.1f} KiB"
+    return (row.rule, str(row.window), *map(spell_size, sizes), str(row.largest_batch or "none"))
 
 
 def _time(seconds: float) -> str:
