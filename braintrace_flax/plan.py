@@ -4,8 +4,8 @@ Prints bytes on each device for several rules and windows, next to BPTT; the lar
 setting of the config can be given as ``--name value``. Nothing is allocated.
 
   --chip NAME          whose memory it must fit into: v4, v5e (unless given), v5p, v6e.
-  --topology NAME      compile for these chips, such as v5p:8x8x8, with the TPU's own compiler (the extra `tpu`): memory,
-                       work, every collective, and the time of a window at the published peak. No TPU is needed.
+  --topology NAME      compile for these chips, such as v5p:8x8x8, with the TPU's own compiler (the extra `tpu`):
+                       memory, work, every collective, and the time of a window at the published peak. No TPU is needed.
   --json FILE          write all of it there too.
 
 The exit code is 0 if it fits, 1 if it does not, 2 if something asked for is not to be had.

@@ -26,7 +26,7 @@ RULES = ("d_rtrl", "pp_prop")
 SHAPES = ("data=8", "fsdp=8", "model=8", "data=4,model=2", "fsdp=4,model=2", "data=2,fsdp=4", "data=2,fsdp=2,model=2")
 KINDS = {"data=2,fsdp=2,model=2": ("auto", "explicit"), "data=4,model=2": ("auto", "explicit")}
 CASES = [(shape, rule, kind) for shape in SHAPES for rule in RULES for kind in KINDS.get(shape, ("auto",))]
-FEW = [("fsdp=8", "d_rtrl", "auto"), ("model=8", "pp_prop", "auto"), ("data=2,fsdp=2,model=2", "d_rtrl", "explicit")]
+FEW = [("fsdp=8", "pp_prop", "auto"), ("data=2,fsdp=2,model=2", "d_rtrl", "explicit")]
 
 
 def step_of(params, h, x):

@@ -326,7 +326,8 @@ def test_a_mesh_of_other_size_and_several_processes_without_one(config, tmp_path
     assert '`mesh_kind` is "auto" or "explicit"' in capsys.readouterr().err
 
 
-def test_a_cluster_that_is_none(config, tmp_path, capsys):
-    given = ["--config", str(config), "--folder", str(tmp_path), "--coordinator", "auto"]
-    assert command.main(lambda c: 0, (), "", given) == 2
-    assert "`--coordinator auto` finds no cluster here" in capsys.readouterr().err
+def test_a_cluster_that_is_none(config, tmp_path):
+    given = ("--config", config, "--folder", tmp_path, "--coordinator", "auto")
+    text, code = ended(start("braintrace_flax.train", *given))
+    assert code == 2
+    assert text.startswith("error: `--coordinator auto` finds no cluster here")

@@ -84,8 +84,8 @@ def test_killed_while_old_lines_are_dropped(tiny, whole, tmp_path):
 
 def test_processes_killed_at_random_moments():
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "benchmarks/kill_and_resume.py", "--kills", "3"]
+    command = [sys.executable, "benchmarks/kill_and_resume.py", "--kills", "2"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    chains = re.search(r"^3 kills, .* of (\d+) runs in", done.stdout)[1]
+    chains = re.search(r"^2 kills, .* of (\d+) runs in", done.stdout)[1]
     assert f"{chains} of {chains} runs ended with the same bits" in done.stdout
