@@ -96,7 +96,8 @@ def online_grad(
       credit: ``"window"`` or ``"step"``, as in :func:`value_and_grad`.
 
     Other arguments:
-      trace_dtype: the dtype to keep traces in; None for that of the parameters.
+      trace_dtype: the dtype to keep traces in; None for that of the parameters, also where the model computes in a
+        shorter one.
 
     The update needs the parameters and the window: ``tx.update(grads, state, params, online=window)``. A window that is
     not finite gives updates of zero, leaves the traces as they were, and is counted in ``state.skipped``.
@@ -118,10 +119,11 @@ def online_grad(
     chosen = get_rule(rule)
     check_credit(credit, chosen)
     settings = Settings(chosen, credit, compiled, model)
+    stored = _dtype_of_params(compiled) if trace_dtype is None else trace_dtype
 
     def init(params: Any) -> OnlineGradState:
         del params  # shapes come from the compiled graph: Optax calls this with placeholders too
-        traces = chosen.init(compiled.plan, compiled.examples, trace_dtype)
+        traces = chosen.init(compiled.plan, compiled.examples, stored)
         return OnlineGradState(traces, jnp.zeros((), jnp.int32), jnp.zeros((), bool), settings)
 
     def update(
@@ -275,6 +277,13 @@ def _check_call(updates: Any, params: Any, online: Any, settings: Settings) -> N
 
 def _is_masked(leaf: Any) -> bool:
     return isinstance(leaf, optax.MaskedNode)
+
+
+def _dtype_of_params(model: Model) -> Any:
+    """The real dtype of all parameters; None if they have several, so that each trace has its own weight's."""
+    leaves = jax.tree.leaves(model.params_shape)
+    found = {jnp.finfo(leaf.dtype).dtype for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)}
+    return found.pop() if len(found) == 1 else None
 
 
 def _cleared(name: str, trace: Array) -> Array:

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import itertools
 import re
 import subprocess
 import sys
@@ -91,7 +92,8 @@ def test_a_module_imports_only_from_the_layers_before_it(path):
 def test_third_party_imports_are_declared_dependencies(path):
     project = PROJECT["project"]
     extras = project["optional-dependencies"]
-    requirements = [*project["dependencies"], *extras["plot"], *extras["train"]]
+    used = (extras[name] for name in ("plot", "tensorboard", "train"))
+    requirements = [*project["dependencies"], *itertools.chain(*used)]
     declared = {canonicalize_name(Requirement(text).name) for text in requirements}
     imported = {name.split(".")[0] for name in imported_names(path)} - set(sys.stdlib_module_names) - set(PACKAGES)
     assert {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in imported} <= declared

@@ -166,6 +166,8 @@ def test_mixed_precision():
     model = braintrace.compile(module, jnp.zeros((BATCH, FEATURES), jnp.bfloat16), carry=carry)
     sets, found, _ = check(model, zoo.linen_loop(module, carry), tolerance=0.05)
     assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype("float32")}
+    traces = braintrace.online_grad(model).init(sets[0]).traces
+    assert {str(trace.dtype) for name, trace in traces.items() if "kernel" in name and trace.ndim > 2} == {"float32"}
     exact = linen.OptimizedLSTMCell(UNITS)
     start = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), carry)
     truth = zoo.bptt(zoo.linen_loop(exact, start))(sets[0], *(a.astype(jnp.float32) for a in sets[1:]))
