@@ -74,8 +74,7 @@ FEW = {
     "dni": ["stack"],
     "tbptt": [],  # it has no traces
 }
-SLOW_TO_PLAN = ("ostl", "snap 1", "snap 2")
-SHAPES = [(rule, name) for rule in RULES for name in (FEW[rule] if rule in SLOW_TO_PLAN else MODELS)]
+SHAPES = [(rule, name) for rule in RULES for name in FEW.get(rule, MODELS) or ["gru"]]
 LAWS = [(rule, name) for rule in RULES for name in FEW.get(rule, MODELS)]
 UNITS_IN_ANY_ORDER = [
     *((rule, "gru") for rule in RULES if rule not in ("tbptt", "uoro")),  # UORO draws signs for each place
