@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -116,6 +117,7 @@ class Checkpoints:
         self._may_write = not self._numbers
         self._cleaned = False
         self._structures: list[Any] = []
+        self._thread = ThreadPoolExecutor(1)  # one for all saves: to start a thread is to wait for it
         self._pending: tuple[int, Callable[[], Any]] | None = None
         self._notice = Preemption()
         self._exits = contextlib.ExitStack()
@@ -170,7 +172,9 @@ class Checkpoints:
         number, content = self._count, begin_manifest(state, data, self.config, metrics, copy=copy)
         try:
             self._clean()
-            finish = begin_writing(self.directory / str(number), lambda: _files(*content()), in_thread=copy)
+            finish = begin_writing(
+                self.directory / str(number), lambda: _files(*content()), self._thread if copy else None
+            )
         except Exception as error:
             raise self._not_written(number, error) from error
         self._pending = number, finish
@@ -234,6 +238,8 @@ class Checkpoints:
         try:
             self.wait()
         finally:
+            self._thread.shutdown(wait=False)
+            self._thread = ThreadPoolExecutor(1)  # starts nothing until it is used again
             self._exits.close()
 
     def __enter__(self) -> Self:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from typing import Any
 
 from orbax.checkpoint import v1 as ocp
@@ -24,27 +24,24 @@ def as_path(directory: Any) -> Any:
 
 
 def begin_writing(
-    path: Any, content: Callable[[], tuple[dict[str, Any], dict[str, str]]], *, in_thread: bool
+    path: Any, content: Callable[[], tuple[dict[str, Any], dict[str, str]]], thread: Executor | None
 ) -> Callable[[], Any]:
     """Write meanwhile; the function returned waits, and raises what went wrong.
 
     Args:
       path: of the new folder.
       content: gives arrays by name, and the record to write with them; may wait.
-      in_thread: whether all of it is done in another thread: for arrays that nobody else has, in a single process. If
-        not, Orbax copies the arrays to the host first.
+      thread: does all of it: for arrays that nobody else has, in a single process. None, and Orbax copies the arrays to
+        the host first.
     """
 
     def begin() -> Any:
         arrays, record = content()
         return ocp.save_checkpointables_async(path, {_ARRAYS: arrays}, custom_metadata=record)
 
-    if not in_thread:
+    if thread is None:
         return begin().result
-    threads = ThreadPoolExecutor(1)
-    done = threads.submit(lambda: begin().result())
-    threads.shutdown(wait=False)
-    return done.result
+    return thread.submit(lambda: begin().result()).result
 
 
 def read_record(path: Any) -> Any:
