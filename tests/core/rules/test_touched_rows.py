@@ -92,6 +92,18 @@ def test_what_is_lost_is_counted_and_the_newest_are_kept():
     assert 0 < error < 0.5 * np.abs(np.asarray(all_rows["e"])).max()
 
 
+@pytest.mark.parametrize("window", [1, 3])
+def test_a_row_does_not_inherit_the_trace_whose_place_it_takes(window):
+    case = case_of("plain")
+    inputs = jnp.asarray([[float(min(t, PLACES))] * 3 for t in range(PLACES + 7)])  # the last one takes the first one's
+    carry = carry_of(case)
+    all_rows, _ = zoo.online(case, DRTRL(), window, carry, inputs)
+    few, traces = zoo.online(case, DRTRL(rows=PLACES), window, carry, inputs)
+    assert lost(traces) == 3
+    np.testing.assert_allclose(few["e"][1:], all_rows["e"][1:], rtol=1e-9, atol=1e-12)
+    assert np.abs(np.asarray(few["e"] - all_rows["e"])[0]).max() > 1e-6
+
+
 @pytest.mark.parametrize("cuts", [1, 2, 6])
 def test_windows_may_be_split_anywhere(cuts):
     case, inputs = case_of("two_states"), tokens(PLACES)
