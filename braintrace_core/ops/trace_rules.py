@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
 from typing import Any
 
@@ -22,6 +22,7 @@ import numpy as np
 from jax import Array, lax
 
 from .dtypes import common_dtype
+from .in_place import add_in_place, unless_silent
 from .primitive import ETPPrimitive
 
 __all__ = [
@@ -103,16 +104,38 @@ class EinsumTrace(TraceRule):
         self.time, self.batch = unused[:2]
 
     def instant(self, x: Any, cotangent: Array) -> Array:
-        t, b = self.time, self.batch
         if not self.x:
-            result = _sum_leading(cotangent)
-        else:
-            x, cotangent = _same_dtype(x if self.prepare is None else self.prepare(x), cotangent)
-            if x.shape[0] == 1:  # nothing to sum: a product that fuses with the trace's decay
-                result = self._lined_up(x[0], self.x) * self._lined_up(cotangent[0], self.y)
-            else:
-                result = jnp.einsum(f"{t}{b}{self.x},{t}{b}{self.y}->{b}{self.letters}", x, cotangent)
-        return result if self.is_complex else jnp.real(result)
+            return self._real(_sum_leading(cotangent))
+        return self._sum_of_terms(*self._prepared(x, cotangent))
+
+    def add(self, kept: Array, x: Any, cotangent: Array) -> Array:
+        if not self.x:
+            return super().add(kept, x, cotangent)
+        terms = self._prepared(x, cotangent)
+        added = terms[0].dtype if self.is_complex else jnp.finfo(terms[0].dtype).dtype
+        dtype = common_dtype(kept.dtype, added)
+        return add_in_place(
+            kept.astype(dtype),
+            terms,
+            lambda kept, term: kept + self._term(*term).astype(dtype),
+            lambda kept, terms: kept + self._sum_of_terms(*terms).astype(dtype),
+        )
+
+    def _prepared(self, x: Any, cotangent: Array) -> tuple[Array, Array]:
+        return _same_dtype(x if self.prepare is None else self.prepare(x), cotangent)
+
+    def _term(self, x: Array, cotangent: Array) -> Array:
+        """What one step adds."""
+        return self._real(self._lined_up(x, self.x) * self._lined_up(cotangent, self.y))
+
+    def _sum_of_terms(self, x: Array, cotangent: Array) -> Array:
+        if x.shape[0] == 1:
+            return self._term(x[0], cotangent[0])
+        t, b = self.time, self.batch
+        return self._real(jnp.einsum(f"{t}{b}{self.x},{t}{b}{self.y}->{b}{self.letters}", x, cotangent))
+
+    def _real(self, value: Array) -> Array:
+        return value if self.is_complex else jnp.real(value)
 
     def gradient(self, x: Any, cotangent: Array) -> Array | None:
         if self.x or not self.theta or self.y != self.theta:
@@ -311,11 +334,20 @@ def weighted_sum(weights: Array, values: Array) -> Array:
     """
     rows = values.shape[0]
 
-    def written_out(weights: Array, values: Array) -> Array:
-        result = weights[0] * values[0]
-        for r in range(1, rows):
-            result = result + weights[r] * values[r]
+    def some(start: int, values: Array, weights: Array) -> Array:
+        result = weights[0] * values[start]
+        for r in range(1, weights.shape[0]):
+            result = result + weights[r] * values[start + r]
         return result
+
+    def written_out(weights: Array, values: Array) -> Array:
+        if rows <= _ROWS_AT_ONCE:
+            return some(0, values, weights)
+        parts = [
+            unless_silent(partial(some, start), values, weights[start : start + _ROWS_AT_ONCE])
+            for start in range(0, rows, _ROWS_AT_ONCE)
+        ]
+        return reduce(jnp.add, parts)
 
     def reduced(weights: Array, values: Array) -> Array:
         return _sum_of_parts(weights * values, 0)
@@ -348,6 +380,7 @@ def _sum_of_parts(values: Array, axes: int | tuple[int, ...]) -> Array:
 
 
 _MOST_WRITTEN_OUT = 256
+_ROWS_AT_ONCE = 16
 
 
 def _same_dtype(a: Array, b: Array) -> tuple[Array, Array]:

@@ -21,6 +21,7 @@ from jax import Array, lax
 
 from ..compiler.graph import ETraceGraph
 from ..ops.dtypes import storage_dtype
+from ..ops.in_place import after, unless_silent
 from ..ops.trace_rules import EmbeddingTrace, TraceRule
 from .factors import Pair, Signal, WindowFactors
 from .operators import operator_gradient
@@ -100,8 +101,7 @@ class DRTRL(Rule):
     def gradient_and_advance(
         self, traces: Traces, signal: Signal, factors: WindowFactors
     ) -> tuple[OperandGradients, Traces]:
-        new = self.advance(traces, factors)
-        return self._gradient_around(traces, new, signal, factors), new
+        return self._around(traces, signal, factors)
 
     def step_gradient(self, traces: Traces, factors: WindowFactors, signals: Signal) -> OperandGradients:
         return self.step_gradient_and_advance(traces, factors, signals)[0]
@@ -110,43 +110,53 @@ class DRTRL(Rule):
         self, traces: Traces, factors: WindowFactors, signals: Signal
     ) -> tuple[OperandGradients, Traces]:
         plan = factors.plan
-        new = self.advance(traces, factors)
         credits, before = zip(
             *(carry_back(group, factors.D[g], signals.groups[g]) for g, group in enumerate(plan.groups)), strict=True
         )
         # What reaches the window's start came through D: it is on components that recur.
-        found = self._gradient_around(
-            traces, new, Signal(tuple(before), factors.operands, plan), factors, recurrent=True
-        )
+        found, new = self._around(traces, Signal(tuple(before), factors.operands, plan), factors, recurrent=True)
         for i, link in enumerate(plan.links):
             credit = credits[link.group]
             at_result = total([times(link.at_operator(credit[a]), factors.df[i][a]) for a in link.moved])
             inside = operator_gradient(link.operator, factors.operands[i], factors.x[i], at_result)
             for key, value in inside.items():
-                found[f"{link.name}.{key}"] = found[f"{link.name}.{key}"] + value
+                name = f"{link.name}.{key}"
+                found[name] = found[name] + value if name in found else value
         return found, new
 
-    def _gradient_around(
-        self, traces: Traces, new: Traces, signal: Signal, factors: WindowFactors, recurrent: bool = False
-    ) -> OperandGradients:
-        """The gradient for a signal at the window's start, from the traces before it or after it.
+    def _around(
+        self, traces: Traces, signal: Signal, factors: WindowFactors, recurrent: bool = False
+    ) -> tuple[OperandGradients, Traces]:
+        """The gradient for a signal at the window's start, and the traces after the window.
 
-        After a window of one step the stored trace, which lags by one, is that of the window's start. Where a signal is
-        on stored components only, it is all that the signal needs; read after it is written, it need not be copied.
+        Each stored trace is read for the gradient either before it is written or after, never from a copy. After a
+        window of one step the stored trace, which lags by one, is that of the window's start: where a signal is on
+        stored components only, it is all that the signal needs.
+
+        Args:
+          recurrent: whether the signal is on recurrent components alone.
         """
-        found: OperandGradients = {}
-        for i, link in enumerate(signal.plan.links):
-            if factors.sizes[0] == 1 and link.stored and (recurrent or link.stored == link.reached):
+        plan = signal.plan
+        found: dict[int, OperandGradients] = {}
+        for i, link in enumerate(plan.links):
+            if not (factors.sizes[0] == 1 and link.stored and (recurrent or link.stored == link.reached)):
+                found[i] = _link_gradient(traces, signal, i, recurrent)
+        ready = dict(traces)
+        for g, group in enumerate(plan.groups):
+            read = [value for i, of in found.items() if plan.links[i].group == g for value in of.values()]
+            for a, b in group.entries:
+                ready[f"group{g}.D.{a}.{b}"] = after(read, traces[f"group{g}.D.{a}.{b}"])
+        new = self.advance(ready, factors)
+        for i, link in enumerate(plan.links):
+            if i not in found:
                 now = {a: signal.groups[link.group][a] for a in link.stored}
-                contracted = _contract(link, new, now, signal.operands[i])
-                found.update({f"{link.name}.{key}": value for key, value in contracted.items()})
-            else:
-                found.update(_link_gradient(traces, signal, i))
-        return found
+                contracted = _contract(link, new, now, signal.operands[i], apart=len(link.stored) > 1)
+                found[i] = {f"{link.name}.{key}": value for key, value in contracted.items()}
+        return {key: value for i in range(len(plan.links)) for key, value in found[i].items()}, new
 
 
-def _link_gradient(traces: Traces, signal: Signal, i: int) -> OperandGradients:
-    """What a signal says about the operands of one link."""
+def _link_gradient(traces: Traces, signal: Signal, i: int, recurrent: bool = False) -> OperandGradients:
+    """What a signal says about the operands of one link; it may be on recurrent components alone."""
     link = signal.plan.links[i]
     group, now, operands = signal.plan.groups[link.group], signal.groups[link.group], signal.operands[i]
     # One step back: to the stored trace through the waiting D, and to the operator through the waiting df.
@@ -154,27 +164,35 @@ def _link_gradient(traces: Traces, signal: Signal, i: int) -> OperandGradients:
         b: total([now[a] * traces[f"group{link.group}.D.{a}.{b}"] for a, c in group.entries if c == b])
         for b in link.stored
     }
-    at_result = total([times(link.at_operator(now[a]), traces[f"{link.name}.df.{a}"]) for a in link.moved])
-    x = traces.get(f"{link.name}.x")
-    gradients = operator_gradient(link.operator, operands, None if x is None else x[None], at_result[None])
+    moved = [a for a in link.moved if a in group.recurrent or not recurrent]
+    gradients: dict[str, Array] = {}
+    if moved:
+        at_result = total([times(link.at_operator(now[a]), traces[f"{link.name}.df.{a}"]) for a in moved])
+        x = traces.get(f"{link.name}.x")
+        gradients = operator_gradient(link.operator, operands, None if x is None else x[None], at_result[None])
     if link.stored:
-        for key, value in _contract(link, traces, at_trace, operands).items():
-            if key in gradients:
-                gradients[key] = gradients[key] + value.astype(gradients[key].dtype)
+        for key, value in _contract(link, traces, at_trace, operands, apart=True).items():
+            gradients[key] = gradients[key] + value.astype(gradients[key].dtype) if key in gradients else value
     return {f"{link.name}.{key}": value for key, value in gradients.items()}
 
 
-def _contract(link: Link, traces: Traces, signal: Mapping[int, Array], operands: Sequence[Any]) -> dict[str, Array]:
+def _contract(
+    link: Link, traces: Traces, signal: Mapping[int, Array], operands: Sequence[Any], apart: bool
+) -> dict[str, Array]:
     """Stored traces of a link contracted with a signal for each stored component, by operand."""
     of_traces = link.traces(operands)
     at_operator = {b: link.at_operator(signal[b]) for b in link.stored}
+
+    def read(rule: TraceRule, trace: Array, signal: Array) -> Array:
+        return unless_silent(rule.contract, trace, signal) if apart else rule.contract(trace, signal)
+
     contracted = {}
     for name, rule in of_traces.rules.items():
         if isinstance(rule, EmbeddingTrace) and has_rows(traces, link.name):
             contracted[name] = contract_rows(link.name, rule, traces, at_operator)
         else:
             contracted[name] = total(
-                [rule.contract(traces[f"{link.name}.{name}.{b}"], at_operator[b]) for b in link.stored]
+                [read(rule, traces[f"{link.name}.{name}.{b}"], at_operator[b]) for b in link.stored]
             )
     found = of_traces.to_operands(contracted)
     return {key: value for key, value in found.items() if key in link.operator.operands}

@@ -1,0 +1,101 @@
+"""Large arrays that are read, and then written, without a copy of them or of what is added to them.
+
+XLA's CPU backend copies an array that one computation reads and another overwrites unless it sees that the first comes
+before the second. It also merges computations, and with them loses what it saw. Here what must not be merged stands in
+a branch of its own, and what is written waits for what was read. On other platforms, and where arrays are divided among
+devices, all this is left to the compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+__all__ = ["add_in_place", "after", "unless_silent"]
+
+
+def unless_silent(read: Callable[[Array, Array], Any], array: Array, signal: Array) -> Any:
+    """``read(array, signal)``, linear in a signal: where that is zero, the array need not be read."""
+    if not _is_worth_it(array):
+        return read(array, signal)
+
+    def apart(array: Array, signal: Array) -> Any:
+        def silent(*_: Array) -> Any:
+            shapes = jax.eval_shape(read, array, signal)
+            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+        return lax.cond(jnp.any(signal != 0), read, silent, array, signal)
+
+    return lax.platform_dependent(array, signal, cpu=apart, default=read)
+
+
+def after(results: Sequence[Array], value: Array) -> Array:
+    """``value``, which is not known before the results are; its numbers do not depend on theirs."""
+    if not results or jax.device_count() > 1:
+        return value
+
+    def waiting(results: Sequence[Array], value: Array) -> Array:
+        first = jnp.stack([jnp.real(result).ravel()[0].astype(jnp.float32) for result in results])
+        return jnp.where(jnp.any(first > jnp.inf), jnp.zeros_like(value), value)  # nothing is above infinity
+
+    return lax.platform_dependent(list(results), value, cpu=waiting, default=lambda _, value: value)
+
+
+def add_in_place(kept: Array, terms: Any, add: Callable[[Array, Any], Array], together: Callable[..., Array]) -> Array:
+    """``kept`` and the sum over the first axis of some terms that are small beside it.
+
+    Args:
+      kept: the array.
+      terms: arrays with the number of terms as first axis.
+      add: ``add(kept, term)`` adds one of them; element by element, so that several are added in one pass.
+      together: ``together(kept, terms)`` adds all of them, where that is left to the compiler.
+    """
+    count = jax.tree.leaves(terms)[0].shape[0]
+
+    def add_some(kept: Array, terms: Any, count: int) -> Array:
+        for t in range(count):
+            kept = add(kept, jax.tree.map(lambda term: term[t], terms))  # noqa: B023 (used at once)
+        return kept
+
+    if count == 1:
+        return add_some(kept, terms, 1)
+    if not _is_worth_it(kept) or kept.nbytes > _MOST_IN_CACHE:
+        return together(kept, terms)
+
+    def in_passes(kept: Array, terms: Any) -> Array:
+        first = (count - 1) % _IN_ONE_PASS + 1
+        always = lax.optimization_barrier(jnp.int32(1))  # not known to the compiler, or it would merge what follows
+
+        def add_from(start: Any, some: int, kept: Array) -> Array:
+            def take(start: Any) -> Any:
+                return jax.tree.map(lambda term: lax.dynamic_slice_in_dim(term, start, some), terms)
+
+            def nothing(start: Any) -> Any:
+                return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(take, start))
+
+            return add_some(kept, lax.cond(always > 0, take, nothing, start), some)
+
+        kept = add_from(0, first, kept)
+        if count == first:
+            return kept
+        return lax.fori_loop(
+            0,
+            always * ((count - first) // _IN_ONE_PASS),
+            lambda i, kept: add_from(first + i * _IN_ONE_PASS, _IN_ONE_PASS, kept),
+            kept,
+        )
+
+    return lax.platform_dependent(kept, terms, cpu=in_passes, default=together)
+
+
+def _is_worth_it(arrays: Any) -> bool:
+    return jax.device_count() == 1 and sum(leaf.size for leaf in jax.tree.leaves(arrays)) >= _LARGE
+
+
+_LARGE = 1 << 14  # numbers; below, a branch or a loop costs more than a copy
+_MOST_IN_CACHE = 1 << 25  # bytes; beyond, every pass reads from memory, and one product and one pass are faster
+_IN_ONE_PASS = 8  # terms; of more at once, the sum does not fit the registers

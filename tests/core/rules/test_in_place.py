@@ -1,0 +1,118 @@
+"""Traces large enough to be worth it are read and written without copies; their numbers stay the same."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import braintrace_core as bc
+from braintrace_core.ops import in_place
+from braintrace_core.rules import DRTRL, RulePlan, online_gradient, step_online_gradient
+from tests.core.rules import zoo
+
+UNIT_WISE, MIXING = zoo.cases()
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    """As on a machine with one device; the tests have several."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+
+@pytest.fixture
+def for_any_size(monkeypatch):
+    """Small arrays are treated as large ones are, in passes of two steps and rows."""
+    monkeypatch.setattr(in_place, "_LARGE", 0)
+    monkeypatch.setattr(in_place, "_IN_ONE_PASS", 2)
+    monkeypatch.setattr("braintrace_core.ops.trace_rules._ROWS_AT_ONCE", 2)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 9, 16, 17, 25])
+def test_any_number_of_terms_is_added(count):
+    kept = jax.random.normal(jax.random.key(0), (128, 128))
+    terms = jax.random.normal(jax.random.key(1), (count, 128))
+    found = jax.jit(
+        lambda kept, terms: in_place.add_in_place(
+            kept, terms, lambda kept, term: kept + term[None], lambda kept, _: 0 * kept
+        )
+    )(kept, terms)
+    np.testing.assert_allclose(found, kept + terms.sum(0)[None], rtol=1e-9)
+
+
+def test_what_is_small_is_left_to_the_compiler():
+    found = in_place.add_in_place(jnp.zeros(3), jnp.ones((4, 3)), lambda kept, term: jnp.nan, lambda kept, terms: kept)
+    assert not found.any()
+
+
+@pytest.mark.parametrize("signal", [0.0, 1.0])
+def test_an_array_is_read_only_if_a_signal_speaks(signal):
+    array = jnp.full((128, 128), jnp.nan)
+    found = jax.jit(lambda a, s: in_place.unless_silent(lambda a, s: (a * s).sum(0), a, s))(
+        array, jnp.full((1, 128), signal)
+    )
+    assert bool(jnp.isnan(found).all()) == bool(signal)
+
+
+def test_what_waits_for_a_result_keeps_its_numbers():
+    value = jnp.array([1.0, -0.0, jnp.inf])
+    for result in (0.0, jnp.inf, -jnp.inf, jnp.nan):
+        found = jax.jit(lambda r, v: in_place.after([r], v))(jnp.full(2, result), value)
+        assert found.tobytes() == value.tobytes()
+
+
+@pytest.mark.parametrize(("window", "credit"), [(1, "window"), (4, "window"), (4, "step")])
+@pytest.mark.parametrize(
+    "name", ["indrnn", "complex_lru", "two_states", "fused_gates", "lora", "sparse", "conv", "embedding"]
+)
+def test_drtrl_stays_exact(for_any_size, name, window, credit):
+    case = UNIT_WISE[name]
+    carry, inputs = zoo.batch_of(case)
+    resets = zoo.some_resets()
+    found, _ = zoo.online(case, DRTRL(), window, carry, inputs, resets, credit=credit)
+    zoo.assert_close(found, zoo.bptt(case, carry, inputs, resets))
+
+
+def gated(p, carry, x):
+    """An LSTM: one of its two states recurs, and the other has a signal too."""
+    h, c = carry
+    i, f, g = (jnp.concatenate([x, h]) @ p[gate] for gate in "ifg")
+    c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+    return (jnp.tanh(c), c), jnp.tanh(c)
+
+
+def leaky(p, h, x):
+    h = 0.9 * h + jnp.concatenate([x, jnp.tanh(h)]) @ p
+    return h, h
+
+
+UNITS, INPUTS, BATCH = 96, 32, 4
+
+
+@pytest.mark.parametrize("run", [online_gradient, step_online_gradient])
+@pytest.mark.parametrize("window", [1, 4, 20])
+@pytest.mark.parametrize("kind", [gated, leaky])
+def test_no_trace_is_copied(kind, window, run):
+    weight = jnp.ones((INPUTS + UNITS, UNITS), jnp.float32)
+    params = {gate: weight for gate in "ifg"} if kind is gated else weight
+    state = jnp.zeros(UNITS, jnp.float32)
+    carry = (state, state) if kind is gated else state
+    plan = RulePlan.of(bc.compile_step_graph(kind, params, carry, jnp.zeros(INPUTS, jnp.float32)))
+    rule, leaves = DRTRL(), jax.tree.leaves(params)
+
+    def many(states, traces, inputs):
+        def body(now, inputs):
+            loss = lambda found: ((found.outputs[0] ** 2).sum(), None)  # noqa: E731
+            found = run(plan, rule, loss, leaves, *now, [inputs])
+            return (found.states, found.traces), found.gradients
+
+        return lax.scan(body, (states, traces), inputs)
+
+    states = [jnp.zeros((BATCH, UNITS), jnp.float32) for _ in jax.tree.leaves(carry)]
+    inputs = jnp.ones((3, window, BATCH, INPUTS), jnp.float32)
+    compiled = jax.jit(many, donate_argnums=(0, 1)).lower(states, rule.init(plan, BATCH), inputs).compile()
+    assert not re.findall(rf"= f32\[{BATCH},{INPUTS + UNITS},{UNITS}\]\S* copy\(", compiled.as_text())
