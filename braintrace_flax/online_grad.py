@@ -140,11 +140,17 @@ def online_grad(
         parameters, gradients = compiled.param_leaves(params), jax.tree.leaves(updates)
         present = as_present(compiled, online)
         start = None if online.reset is None else compiled.initial_leaves()
-        traces = {n: jnp.where(state.broken, _cleared(n, trace), trace) for n, trace in state.traces.items()}
+        traces = state.traces
+        if not chosen.minds_windows:
+            traces = {n: jnp.where(state.broken, _cleared(n, trace), trace) for n, trace in traces.items()}
         # Gradients that wait are summed over devices with those of the past: there is no looking at them alone.
         given = present.value if present.waiting is not None else gradients
-        fine = _all_finite([given, present.signal, present.after, present.inputs])
-        more, advanced = past_gradient(compiled.plan, chosen, parameters, traces, present, start, credit)
+        signal = None if isinstance(chosen, TBPTT) else present.signal  # nobody asks for it: it need not be computed
+        fine = _all_finite([given, signal, present.after, present.inputs])
+        care = {"fine": fine, "anew": state.broken} if chosen.minds_windows else {}
+        more, advanced = past_gradient(compiled.plan, chosen, parameters, traces, present, start, credit, **care)
+        if not chosen.minds_windows:
+            advanced = {name: jnp.where(fine, advanced[name], trace) for name, trace in traces.items()}
         total = [
             jnp.zeros_like(g) if i in compiled.frozen_leaves else g + m.astype(g.dtype)
             for i, (g, m) in enumerate(zip(gradients, more, strict=True))
@@ -159,9 +165,8 @@ def online_grad(
             jnp.where(keep, gradient, jnp.zeros_like(gradient)).astype(p.dtype)
             for gradient, p in zip(total, parameters, strict=True)
         ]
-        kept = {name: jnp.where(fine, advanced[name], trace) for name, trace in traces.items()}
         skipped = state.skipped + jnp.where(keep, 0, 1).astype(jnp.int32)
-        return compiled.as_params(new, updates), OnlineGradState(kept, skipped, fine & ~keep, state.settings)
+        return compiled.as_params(new, updates), OnlineGradState(advanced, skipped, fine & ~keep, state.settings)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

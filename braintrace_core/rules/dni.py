@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,8 @@ class DNI(DRTRL):
       synthesiser: estimates gradients of hidden values; its parameters are kept with the traces and train with them.
       learning_rate: of the synthesiser's own gradient descent on the squared error, a mean over examples.
     """
+
+    minds_windows: ClassVar[bool] = False  # a synthesiser learns in every window
 
     synthesiser: Synthesiser = field(default_factory=LinearSynthesiser)
     learning_rate: float = 0.01

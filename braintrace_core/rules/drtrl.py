@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -43,6 +43,8 @@ class DRTRL(Rule):
         up no more of them in a sequence; traces of those that were looked up longest ago are lost then, and counted in
         the trace ``"...rows.lost"``.
     """
+
+    minds_windows: ClassVar[bool] = True
 
     rows: int | None = field(default=None, kw_only=True)
 
@@ -75,6 +77,8 @@ class DRTRL(Rule):
 
     def advance(self, traces: Traces, factors: WindowFactors) -> Traces:
         plan, steps = factors.plan, factors.sizes[0]
+        large = self._large(traces, plan)
+        traces = {name: trace if name in large else _unless(factors.anew, trace) for name, trace in traces.items()}
         new: Traces = {}
         carried = []
         for g, group in enumerate(plan.groups):
@@ -89,8 +93,20 @@ class DRTRL(Rule):
             if link.operator.x is not None:
                 x = _behind(traces[f"{link.name}.x"], factors.x[i])
                 new[f"{link.name}.x"] = factors.x[i][-1]
-            new.update(_roll(link, factors.operands[i], traces, x, df, across, to_end))
-        return {name: new[name] for name in traces}
+            new.update(_roll(link, factors, i, traces, x, df, across, to_end))
+        return {name: new[name] if name in large else _if(factors.fine, new[name], old) for name, old in traces.items()}
+
+    @staticmethod
+    def _large(traces: Traces, plan: RulePlan) -> set[str]:
+        """The names of the stored traces, except those of touched rows."""
+        operands = plan.abstract_operands()
+        return {
+            name
+            for i, link in enumerate(plan.links)
+            for key in link.traces(operands[i]).rules
+            for a in link.stored
+            if (name := f"{link.name}.{key}.{a}") in traces
+        }
 
     def gradient(self, traces: Traces, signal: Signal) -> OperandGradients:
         found: OperandGradients = {}
@@ -152,7 +168,7 @@ class DRTRL(Rule):
                 now = {a: signal.groups[link.group][a] for a in link.stored}
                 contracted = _contract(link, new, now, signal.operands[i], apart=len(link.stored) > 1)
                 found[i] = {f"{link.name}.{key}": value for key, value in contracted.items()}
-        return {key: value for i in range(len(plan.links)) for key, value in found[i].items()}, new
+        return {key: _unless(factors.anew, v) for i in range(len(plan.links)) for key, v in found[i].items()}, new
 
 
 def _link_gradient(traces: Traces, signal: Signal, i: int, recurrent: bool = False) -> OperandGradients:
@@ -266,23 +282,32 @@ def _products(
 
 def _roll(
     link: Link,
-    operands: Sequence[Any],
+    factors: WindowFactors,
+    i: int,
     traces: Traces,
     x: Any,
     df: Mapping[int, Array],
     across: Mapping[Pair, Array],
     to_end: Mapping[Pair, Array | None],
 ) -> Traces:
-    """The stored traces of a link after a window (lagging by one step)."""
+    """The stored traces of link ``i`` after a window (lagging by one step).
+
+    A window that does not count decays nothing and adds nothing: the choice is made on small arrays.
+    """
     if not link.stored:
         return {}
     new: Traces = {}
+    if factors.fine is not None:
+        like = next(iter(across.values()))
+        across = {(a, a): jnp.zeros_like(like) for a in link.stored} | dict(across)
+        across = {(a, b): _if(factors.fine, p, jnp.full_like(p, a == b)) for (a, b), p in across.items()}
+        x = None if x is None else _if(factors.fine, x, jnp.zeros_like(x))
     cotangents = {}
     for a in link.stored:
         moved = [df[c] if q is None else times(link.at_operator(q), df[c]) for c, q in _row(a, link.moved, to_end)]
         if moved:
-            cotangents[a] = total(moved)
-    for name, rule in link.traces(operands).rules.items():
+            cotangents[a] = _if(factors.fine, moves := total(moved), jnp.zeros_like(moves))
+    for name, rule in link.traces(factors.operands[i]).rules.items():
 
         def decayed(a: int, old: Mapping[int, Array], rule: TraceRule = rule) -> Array | None:
             terms = [times(rule.align(link.at_operator(p)), old[b]) for b, p in _row(a, link.stored, across)]
@@ -293,13 +318,23 @@ def _roll(
             continue
         for a in link.stored:
             stored = traces[f"{link.name}.{name}.{a}"]
-            kept = decayed(a, {b: traces[f"{link.name}.{name}.{b}"] for b in link.stored})
+            kept = decayed(a, {b: _unless(factors.anew, traces[f"{link.name}.{name}.{b}"]) for b in link.stored})
             if a not in cotangents:
                 found = jnp.zeros_like(stored) if kept is None else kept
             else:
                 found = rule.instant(x, cotangents[a]) if kept is None else rule.add(kept, x, cotangents[a])
             new[f"{link.name}.{name}.{a}"] = found.astype(stored.dtype)
     return new
+
+
+def _if(flag: Any, value: Array, other: Array) -> Array:
+    """``value`` if the flag is up or there is none, else the other."""
+    return value if flag is None else jnp.where(flag, value, other)
+
+
+def _unless(flag: Any, value: Array) -> Array:
+    """``value``, or zero if there is a flag and it is up."""
+    return value if flag is None else jnp.where(flag, jnp.zeros_like(value), value)
 
 
 def _row(a: int, columns: Sequence[int], entries: Mapping[Pair, Any]) -> list[tuple[int, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from jax import Array
@@ -32,6 +32,8 @@ class EProp(Rule):
       seed: of the random weights.
     """
 
+    minds_windows: ClassVar[bool] = True
+
     kappa: float = 0.0
     feedback: Literal["symmetric", "random"] = "symmetric"
     seed: int = 0
@@ -50,6 +52,11 @@ class EProp(Rule):
 
     def gradient(self, traces: Traces, signal: Signal) -> OperandGradients:
         return DRTRL().gradient(traces, self._signal(signal))
+
+    def gradient_and_advance(
+        self, traces: Traces, signal: Signal, factors: WindowFactors
+    ) -> tuple[OperandGradients, Traces]:
+        return DRTRL().gradient_and_advance(traces, self._signal(signal), self._factors(factors))
 
     def step_gradient(self, traces: Traces, factors: WindowFactors, signals: Signal) -> OperandGradients:
         return DRTRL().step_gradient(traces, self._factors(factors), self._signal(signals))

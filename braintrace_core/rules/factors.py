@@ -31,6 +31,9 @@ class WindowFactors:
       operands: for each link, its operator's operands; None for those that change in time.
       frontier, record: what the window ran with, for rules that need more than the above.
       plan: the static side.
+      fine: a bool, whether the window counts: if not, the traces stay as they were. None if it does. Only for rules
+        with ``minds_windows``.
+      anew: a bool, whether the traces before the window are to be forgotten first. None if not. Likewise.
     """
 
     x: tuple[Any, ...]
@@ -40,6 +43,8 @@ class WindowFactors:
     frontier: list[Any]
     record: WindowRecord
     plan: RulePlan = field(metadata={"static": True})
+    fine: Any = None
+    anew: Any = None
 
     @property
     def sizes(self) -> tuple[int, int]:

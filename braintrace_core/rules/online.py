@@ -6,6 +6,7 @@ online gradient = gradient of the window + contract(traces, gradient of the stat
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -244,6 +245,8 @@ def past_gradient(
     present: PresentGradient,
     initial: Sequence[Any] | None = None,
     credit: str = "window",
+    fine: Any = None,
+    anew: Any = None,
 ) -> tuple[list[Array], Traces]:
     """What a rule adds to the gradient of a window, for each parameter leaf, and the traces after it.
 
@@ -255,6 +258,7 @@ def past_gradient(
       present: from :func:`window_gradient` or :func:`step_gradient`.
       initial: what new sequences start from.
       credit: which of the two it was.
+      fine, anew: as in :class:`WindowFactors`, for a rule that minds them.
     """
     program = plan.program
     waiting = {
@@ -273,7 +277,7 @@ def past_gradient(
     found: dict[Var, Array] = {}
     if isinstance(rule, DNI) and credit == "window":
         found, traces = with_future(plan, rule, traces, frontier, record, present, initial)
-    factors = window_factors(plan, frontier, record)
+    factors = replace(window_factors(plan, frontier, record), fine=fine, anew=anew)
     if credit == "window":
         signal = signal_of_states(plan, present.signal, factors.operands)
         more, new = rule.gradient_and_advance(traces, signal, factors)

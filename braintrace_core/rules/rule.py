@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,10 @@ class Rule(ABC):
     >>> sorted(result.traces)[:2]
     ['group0.D.0.0', 'params@0.df.0']
     """
+
+    minds_windows: ClassVar[bool] = False
+    """Whether ``advance`` looks at ``factors.fine`` and ``factors.anew`` itself. Choosing between two whole sets of
+    traces afterwards, as is done for other rules, reads and writes them once more."""
 
     @abstractmethod
     def init(self, graph: ETraceGraph | RulePlan, batch_size: int, dtype: Any = None) -> Traces:
