@@ -3,6 +3,8 @@
 Moments of an optimizer see a gradient of zero; parameters, carry and traces are as if the window had not been.
 """
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ import braintrace_flax as braintrace
 from tests.flax import small
 
 pytestmark = pytest.mark.loose_promotion  # Optax relies on it
+online_grad_module = importlib.import_module("braintrace_flax.online_grad")  # the package has a function of its name
 
 
 @pytest.fixture(scope="module", params=["window", "step"])
@@ -86,3 +89,15 @@ def test_a_broken_trace_costs_one_window(step):
     assert metrics["skipped"].tolist() == [False]
     fresh, _ = step(step.init(jax.random.key(0)), inputs, targets)
     assert_like(state, fresh)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])
+@pytest.mark.parametrize("shape", [(), (5,), (3000,), (70, 50), (2, 40, 50), (2, 3000)])
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
+def test_one_number_is_enough(monkeypatch, shape, dtype, value):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)  # as on a machine with one device, where arrays are probed
+    all_finite = jax.jit(lambda *leaves: online_grad_module._all_finite(leaves))
+    fine = jnp.full(shape, jnp.finfo(dtype).max, dtype)
+    assert all_finite(fine, jnp.zeros(4, dtype))
+    last = tuple(size - 1 for size in shape)
+    assert not all_finite(fine.at[last].set(value), jnp.zeros(4, dtype))
