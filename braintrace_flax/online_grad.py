@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
+from braintrace_core.ops.in_place import on_one_device
 from braintrace_core.rules import TBPTT, EProp, Rule, Traces, get_rule, past_gradient
 
 from .checks import check_credit
@@ -148,15 +149,29 @@ def online_grad(
         signal = None if isinstance(chosen, TBPTT) else present.signal  # nobody asks for it: it need not be computed
         fine = _all_finite([given, signal, present.after, present.inputs])
         care = {"fine": fine, "anew": state.broken} if chosen.minds_windows else {}
-        more, advanced = past_gradient(compiled.plan, chosen, parameters, traces, present, start, credit, **care)
+
+        def reduce(parts: list[Array]) -> list[Array]:
+            assert online.reduce is not None
+            return jax.tree.leaves(online.reduce(compiled.as_params(parts, updates)))
+
+        more, advanced = past_gradient(
+            compiled.plan,
+            chosen,
+            parameters,
+            traces,
+            present,
+            start,
+            credit,
+            shares=online.shares,
+            reduce=None if online.reduce is None else reduce,
+            **care,
+        )
         if not chosen.minds_windows:
             advanced = {name: jnp.where(fine, advanced[name], trace) for name, trace in traces.items()}
         total = [
             jnp.zeros_like(g) if i in compiled.frozen_leaves else g + m.astype(g.dtype)
             for i, (g, m) in enumerate(zip(gradients, more, strict=True))
         ]
-        if online.divide is not None:
-            total = jax.tree.leaves(online.divide(compiled.as_params(total, updates)))
         # Where only the whole is not finite, the traces are broken. They start anew with the next window: to decide it
         # now would keep two copies of them.
         seen_all = isinstance(chosen, TBPTT) and present.waiting is None
@@ -298,7 +313,7 @@ def _cleared(name: str, trace: Array) -> Array:
 
 def _all_finite(tree: Any) -> Array:
     leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    if jax.device_count() == 1:  # a small array costs a call, not time: together they are one
+    if on_one_device():  # a small array costs a call, not time: together they are one
         leaves = [leaf if leaf.size <= _SMALL else _probe(leaf) for leaf in leaves]
         small = [leaf for leaf in leaves if leaf.size <= _SMALL]
         leaves = [leaf for leaf in leaves if leaf.size > _SMALL]

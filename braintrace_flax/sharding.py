@@ -104,11 +104,10 @@ class Gathered:
     Attributes:
       sharding: without the axes of the batch.
       dtype: in which the model uses it: a weight that it casts is sent as short as it is used.
-      is_over_batch: whether it is divided over all axes of the batch, so that one exchange sums and divides a gradient.
     """
 
-    def __init__(self, sharding: NamedSharding, dtype: Any, is_over_batch: bool):
-        self.sharding, self.dtype, self.is_over_batch = sharding, dtype, is_over_batch
+    def __init__(self, sharding: NamedSharding, dtype: Any):
+        self.sharding, self.dtype = sharding, dtype
 
 
 def gathered(model: Model, params: Any, batch_axes: Sequence[str] = BATCH_AXES) -> Any:
@@ -118,9 +117,7 @@ def gathered(model: Model, params: Any, batch_axes: Sequence[str] = BATCH_AXES) 
         spec = PartitionSpec(*without(sharding.spec, tuple(batch_axes), len(sharding.spec)))
         if spec == sharding.spec:
             return None
-        used = {axis for axes in _axes(sharding.spec) for axis in axes}
-        over = {axis for axis in batch_axes if sharding.mesh.shape.get(axis, 1) > 1}
-        return Gathered(NamedSharding(sharding.mesh, spec), dtype, over <= used)
+        return Gathered(NamedSharding(sharding.mesh, spec), dtype)
 
     return jax.tree.map(of, params, jax.tree.unflatten(jax.tree.structure(params), _dtypes_in_use(model)))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from .model import Model
 from .online_grad import settings_of, skipped_of
 from .sharding import BATCH_AXES, Gathered, gathered, shardings
 from .state import TrainState
+from .trace_sharding import without
 from .window import Reduction, as_present, value_and_grad, window_losses
 
 __all__ = ["TrainStep", "buckets", "train_step"]
@@ -92,6 +94,7 @@ class TrainStep:
 
     shardings: TrainState | None = None
     _gathered: Any = None
+    _shares: Mapping[str, int] = {}
 
     def __init__(
         self,
@@ -128,6 +131,8 @@ class TrainStep:
         step.jitted = jax.jit(step.run, donate_argnums=self._donated, out_shardings=results)
         step.shardings = placed
         step._gathered = gathered(self.model, placed.params, batch_axes)
+        if self.model.has_examples:
+            step._shares = {axis: mesh.shape[axis] for axis in batch_axes if mesh.shape.get(axis, 1) > 1}
         return step
 
     def init(self, key: Any, params: Any = None, example: tuple[Any, ...] | None = None) -> TrainState:
@@ -222,8 +227,8 @@ class TrainStep:
         (value, carry), grads, window = self._value_and_grad(
             self._whole(state.params), state.carry, inputs, targets, reset, mask, modulator
         )
-        if self._gathered is not None:
-            window = replace(window, divide=self._divide)
+        if self._shares:
+            window = replace(window, shares=math.prod(self._shares.values()), reduce=self._reduce)
         updates, opt_state = self._update(grads, state.opt_state, state.params, online=window)
         params = optax.apply_updates(state.params, updates)
         skipped = skipped_of(opt_state) != skipped_of(state.opt_state)
@@ -259,22 +264,27 @@ class TrainStep:
 
         return jax.tree.map(gather, params, self._gathered)
 
-    def _divide(self, gradients: Any) -> Any:
-        """Gradients divided like their parameters: first whole, then a part for each device.
+    def _reduce(self, parts: Any) -> Any:
+        """The sum over the shares of the batch, each gradient divided like its parameter.
 
-        So all terms of a gradient are summed over devices together; the compiler makes one reduce-scatter of it.
+        Written out, so that there is one exchange for each axis of the mesh: where an axis divides the parameter, each
+        device gets its part of the sum (a reduce-scatter), and over the others the parts are summed.
         """
         assert self.shardings is not None
-        inside = not jax.sharding.get_abstract_mesh().empty
+        axes = tuple(self._shares)
+        mesh = jax.tree.leaves(self.shardings.params)[0].mesh
+        given = jax.tree.map(
+            lambda leaf, sharding: PartitionSpec(axes, *without(sharding.spec, axes, leaf.ndim - 1)),
+            parts,
+            self.shardings.params,
+        )
+        divided = jax.tree.map(lambda sharding, spec: _divided(sharding.spec, spec[1:]), self.shardings.params, given)
 
-        def divide(leaf: Array, how: Gathered | None, own: NamedSharding) -> Array:
-            if how is None or not how.is_over_batch:
-                return leaf
-            for to in (how.sharding, own):
-                leaf = lax.with_sharding_constraint(leaf, to.spec if inside else to)
-            return leaf
+        def sum_up(parts: Any) -> Any:
+            return jax.tree.map(lambda leaf, spec: _sum_of_shares(leaf[0], spec, axes), parts, divided)
 
-        return jax.tree.map(divide, gradients, self._gathered, self.shardings.params, is_leaf=lambda x: x is None)
+        inside = not jax.sharding.get_abstract_mesh().empty  # the mesh in use may have other kinds of axes
+        return jax.shard_map(sum_up, mesh=None if inside else mesh, in_specs=(given,), out_specs=divided)(parts)
 
     def _meter_shapes(self, carry: Any, example: tuple[Any, ...] | None) -> Any:
         if self.window is None or example is None:
@@ -339,3 +349,26 @@ def buckets(length: int, largest: int = 64) -> list[int]:
 
 def _placeholder(model: Any) -> Any:
     return model.params_shape if isinstance(model, Model) else {}
+
+
+def _divided(spec: PartitionSpec, whole: Sequence[Any]) -> PartitionSpec:
+    """How the sum of a gradient is divided: like its parameter, but not over axes of the batch before others."""
+    entries = []
+    for i, other in enumerate(whole):
+        own = spec[i] if i < len(spec) else None
+        names, others = (() if part is None else part if isinstance(part, tuple) else (part,) for part in (own, other))
+        entries.append(own if names[: len(others)] == others else other)
+    return PartitionSpec(*entries)
+
+
+def _sum_of_shares(own: Array, spec: PartitionSpec, axes: tuple[str, ...]) -> Array:
+    """On one device, its part of the sum over all devices of these axes."""
+    if jnp.iscomplexobj(own):  # a TPU gathers complex sums
+        return lax.complex(*(_sum_of_shares(part, spec, axes) for part in (jnp.real(own), jnp.imag(own))))
+    rest = list(axes)
+    for dimension, names in enumerate(spec):
+        over = tuple(name for name in (names if isinstance(names, tuple) else (names,)) if name in axes)
+        if over:
+            own = lax.psum_scatter(own, over, scatter_dimension=dimension, tiled=True)
+            rest = [axis for axis in rest if axis not in over]
+    return lax.psum(own, tuple(rest)) if rest else own

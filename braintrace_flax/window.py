@@ -49,7 +49,8 @@ class Window:
       waiting: gradients that ``online_grad`` sends back to the parameters together with those of the past; None if they
         are among the ones that it is given.
       value: the loss, where gradients wait.
-      divide: on a mesh, what to do with the gradients once they are whole; None for nothing.
+      shares: among how many devices the batch is divided, where gradients wait.
+      reduce: sums gradients whose first axis is the shares, in the structure of the parameters.
       credit: how the gradient was taken.
       rule: the rule that took part in it; None if none did.
     """
@@ -63,7 +64,8 @@ class Window:
     record: Any = None
     waiting: Any = None
     value: Any = None
-    divide: Callable[[Any], Any] | None = field(default=None, metadata={"static": True})
+    shares: int = field(default=1, metadata={"static": True})
+    reduce: Callable[[Any], Any] | None = field(default=None, metadata={"static": True})
     credit: Credit = field(default="window", metadata={"static": True})
     rule: Rule | None = field(default=None, metadata={"static": True})
 
@@ -219,7 +221,17 @@ def as_window(
     signals = present.signal if credit == "step" else None
     value = None if present.waiting is None else present.value
     return Window(
-        carry, carry_grad, inputs, reset, after, signals, present.record, present.waiting, value, None, credit, rule
+        carry,
+        carry_grad,
+        inputs,
+        reset,
+        after,
+        signals,
+        present.record,
+        present.waiting,
+        value,
+        credit=credit,
+        rule=rule,
     )
 
 

@@ -15,7 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-__all__ = ["add_in_place", "after", "unless_silent"]
+__all__ = ["add_in_place", "after", "on_one_device", "unless_silent"]
+
+
+def on_one_device() -> bool:
+    """Whether what is being traced runs on one device: what suits it would be gathered where arrays are divided."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.device_count() == 1 and (mesh.empty or mesh.size == 1)
 
 
 def unless_silent(read: Callable[[Array, Array], Any], array: Array, signal: Array) -> Any:
@@ -35,7 +41,7 @@ def unless_silent(read: Callable[[Array, Array], Any], array: Array, signal: Arr
 
 def after(results: Sequence[Array], value: Array) -> Array:
     """``value``, which is not known before the results are; its numbers do not depend on theirs."""
-    if not results or jax.device_count() > 1:
+    if not results or not on_one_device():
         return value
 
     def waiting(results: Sequence[Array], value: Array) -> Array:
@@ -93,7 +99,7 @@ def add_in_place(kept: Array, terms: Any, add: Callable[[Array, Any], Array], to
 
 
 def _is_worth_it(arrays: Any) -> bool:
-    return jax.device_count() == 1 and sum(leaf.size for leaf in jax.tree.leaves(arrays)) >= _LARGE
+    return on_one_device() and sum(leaf.size for leaf in jax.tree.leaves(arrays)) >= _LARGE
 
 
 _LARGE = 1 << 14  # numbers; below, a branch or a loop costs more than a copy

@@ -22,7 +22,7 @@ import numpy as np
 from jax import Array, lax
 
 from .dtypes import common_dtype
-from .in_place import add_in_place, unless_silent
+from .in_place import add_in_place, on_one_device, unless_silent
 from .primitive import ETPPrimitive
 
 __all__ = [
@@ -350,9 +350,9 @@ def weighted_sum(weights: Array, values: Array) -> Array:
         return reduce(jnp.add, parts)
 
     def reduced(weights: Array, values: Array) -> Array:
-        return _sum_of_parts(weights * values, 0)
+        return sum_of_parts(weights * values, 0)
 
-    if rows > _MOST_WRITTEN_OUT or jax.device_count() > 1:  # written out, a sharded axis would be gathered
+    if rows > _MOST_WRITTEN_OUT or not on_one_device():  # written out, a sharded axis would be gathered
         return reduced(weights, values)
     return lax.platform_dependent(weights, values, cpu=written_out, default=reduced)
 
@@ -365,14 +365,14 @@ def sum_over_steps(values: Array) -> Array:
         return (jnp.ones(flat.shape[0], flat.dtype) @ flat).reshape(values.shape[2:])
 
     def reduced(values: Array) -> Array:
-        return _sum_of_parts(values, (0, 1))
+        return sum_of_parts(values, (0, 1))
 
-    if jax.device_count() > 1:  # time and batch as one axis could not be divided among devices
+    if not on_one_device():  # time and batch as one axis could not be divided among devices
         return reduced(values)
     return lax.platform_dependent(values, cpu=product, default=reduced)
 
 
-def _sum_of_parts(values: Array, axes: int | tuple[int, ...]) -> Array:
+def sum_of_parts(values: Array, axes: int | tuple[int, ...]) -> Array:
     """The sum over some axes, of real and imaginary parts apart: a TPU gathers complex sums from all chips."""
     if not jnp.iscomplexobj(values):
         return values.sum(axes)

@@ -15,6 +15,7 @@ from ..compiler.graph import ETraceGraph
 from .drtrl import DRTRL
 from .factors import WindowFactors, signal_of_states
 from .influence import HiddenVector
+from .operators import add_to
 from .plan import RulePlan
 from .rule import Traces, as_plan
 from .window import WindowRecord
@@ -118,7 +119,9 @@ def with_future(
         initial,
         operators=plan.not_followed,
     )
-    found = program.operand_gradients(frontier, program.local_values(frontier, record), ahead)
+    found = program.operand_gradients(frontier, program.local_values(frontier, record), ahead.operators)
+    for var, value in zip(program.schedule.direct, ahead.direct, strict=True):
+        add_to(found, var, value)
     target = [None if now is None else now + later for now, later in zip(present.signal, ahead.states, strict=True)]
     return found, rule.learn(traces, plan, present.before, target)
 

@@ -16,13 +16,16 @@ from jax import Array, lax
 from .._compat import Var, bind_equation
 from ..compiler.jaxpr_tools import evaluate
 from ..ops.dtypes import common_dtype
+from ..ops.trace_rules import sum_of_parts
 from .baselines import BPTT, TBPTT, checkpointed_gradient
 from .dni import DNI, with_future
 from .eprop import EProp
 from .factors import Signal, signal_of_states, window_factors
+from .operators import add_to
 from .plan import RulePlan
 from .rule import OperandGradients, Rule, Traces
-from .window import WindowRecord, WindowResult
+from .shares import can_be_shared, in_shares
+from .window import WindowGradient, WindowRecord, WindowResult
 
 __all__ = [
     "OnlineGradient",
@@ -55,6 +58,18 @@ class OnlineGradient(NamedTuple):
     gradients: list[Array]
 
 
+class Waiting(NamedTuple):
+    """The gradient of a window, still in its parts.
+
+    Attributes:
+      operators: operator -> gradient of its result, ``(time, batch, ...)``.
+      direct: gradients of the schedule's direct variables.
+    """
+
+    operators: dict[int, Array]
+    direct: tuple[Array, ...]
+
+
 class PresentGradient(NamedTuple):
     """What a window says without its past: the ordinary gradient, and what a rule needs to add the past.
 
@@ -66,8 +81,8 @@ class PresentGradient(NamedTuple):
         signal for each group and component, ``(time, batch, *varshape)``.
       record: what the window recorded; None if it has to be run again.
       inputs, reset: the window's own.
-      waiting: with ``wait``, gradients that have not been sent back to the parameters yet, one for each variable of the
-        schedule's frontier (None for those without); ``gradients`` are zero then.
+      waiting: with ``wait``, gradients that have not been sent back to the parameters yet, and are not summed over the
+        batch; ``gradients`` are zero then.
     """
 
     value: Array
@@ -79,7 +94,7 @@ class PresentGradient(NamedTuple):
     record: WindowRecord | None
     inputs: list[Any]
     reset: Any
-    waiting: list[Any] | None = None
+    waiting: Waiting | None = None
 
 
 def online_gradient(
@@ -175,8 +190,7 @@ def window_gradient(
         return PresentGradient(value, aux, gradients, states, after, [None] * len(states), None, inputs, reset)
     frontier = program.frontier(parameters)
     value, aux, window, gradient = program.value_and_gradient(loss, frontier, states, inputs, reset, initial)
-    local = program.local_values(frontier, window.record)
-    gradients, waiting = _sent_back(plan, parameters, program.operand_gradients(frontier, local, gradient), wait)
+    gradients, waiting = _sent_back(plan, parameters, frontier, window.record, gradient, wait)
     return PresentGradient(
         value, aux, gradients, states, window.states, gradient.states, window.record, inputs, reset, waiting
     )
@@ -217,8 +231,7 @@ def step_gradient(
     if beside := [i for i in program.seen_past_states if i not in plan.not_followed]:
         direct = _past_states(plan, beside, loss, parameters, window)
         gradient = gradient._replace(operators={**gradient.operators, **direct})
-    local = program.local_values(frontier, window.record)
-    gradients, waiting = _sent_back(plan, parameters, program.operand_gradients(frontier, local, gradient), wait)
+    gradients, waiting = _sent_back(plan, parameters, frontier, window.record, gradient, wait)
     if modulator is not None:
         signal = _modulated(plan, modulator)
     elif program.outputs_see_states_only:
@@ -229,12 +242,21 @@ def step_gradient(
 
 
 def _sent_back(
-    plan: RulePlan, parameters: Sequence[Any], found: Mapping[Var, Array], wait: bool
-) -> tuple[list[Array], list[Any] | None]:
-    """Gradients of the parameters; or zeros, and those of the frontier that wait."""
-    if not wait:
-        return plan.program.parameter_gradients(parameters, found), None
-    return [jnp.zeros_like(p) for p in parameters], [found.get(v) for v in plan.program.schedule.frontier]
+    plan: RulePlan,
+    parameters: Sequence[Any],
+    frontier: Mapping[Var, Any],
+    record: WindowRecord,
+    gradient: WindowGradient,
+    wait: bool,
+) -> tuple[list[Array], Waiting | None]:
+    """Gradients of the parameters; or zeros, and those that wait."""
+    if wait:
+        return [jnp.zeros_like(p) for p in parameters], Waiting(gradient.operators, gradient.direct)
+    program = plan.program
+    found = program.operand_gradients(frontier, program.local_values(frontier, record), gradient.operators)
+    for var, value in zip(program.schedule.direct, gradient.direct, strict=True):
+        add_to(found, var, value)
+    return program.parameter_gradients(parameters, found), None
 
 
 def past_gradient(
@@ -247,6 +269,8 @@ def past_gradient(
     credit: str = "window",
     fine: Any = None,
     anew: Any = None,
+    shares: int = 1,
+    reduce: Callable[[list[Array]], list[Array]] | None = None,
 ) -> tuple[list[Array], Traces]:
     """What a rule adds to the gradient of a window, for each parameter leaf, and the traces after it.
 
@@ -259,34 +283,58 @@ def past_gradient(
       initial: what new sequences start from.
       credit: which of the two it was.
       fine, anew: as in :class:`WindowFactors`, for a rule that minds them.
+      shares: in how many shares the batch lies on different devices: the terms of each gradient are then summed within
+        a share, and the shares once.
+      reduce: sums gradients whose first axis is the shares; None for a plain sum.
     """
     program = plan.program
-    waiting = {
-        v: gradient
-        for v, gradient in zip(program.schedule.frontier, present.waiting or (), strict=False)
-        if gradient is not None
-    }
-    if isinstance(rule, TBPTT):
-        if waiting:
-            return program.parameter_gradients(parameters, waiting), traces
-        return [jnp.zeros_like(p) for p in parameters], traces
+    waiting = present.waiting or Waiting({}, ())
+    found: dict[Var, Array] = dict(zip(program.schedule.direct, waiting.direct, strict=False))
+    if isinstance(rule, TBPTT) and not waiting.operators:
+        return program.parameter_gradients(parameters, found), traces
     frontier = program.frontier(parameters)
     record = present.record
     if record is None:
         record = program.run(frontier, present.before, present.inputs, present.reset, initial).record
-    found: dict[Var, Array] = {}
     if isinstance(rule, DNI) and credit == "window":
-        found, traces = with_future(plan, rule, traces, frontier, record, present, initial)
-    factors = replace(window_factors(plan, frontier, record), fine=fine, anew=anew)
-    if credit == "window":
-        signal = signal_of_states(plan, present.signal, factors.operands)
-        more, new = rule.gradient_and_advance(traces, signal, factors)
-    else:
-        signals = Signal(present.signal, factors.operands, plan)
-        more, new = rule.step_gradient_and_advance(traces, factors, signals)
-    for var, gradient in found.items():
-        _add(waiting, var, gradient)
-    return program.parameter_gradients(parameters, add_operand_gradients(plan, waiting, more)), new
+        future, traces = with_future(plan, rule, traces, frontier, record, present, initial)
+        for var, ahead in future.items():
+            _add(found, var, ahead)
+
+    def of_examples(
+        traces: Traces, record: WindowRecord, signal: Any, cotangents: dict[int, Array]
+    ) -> tuple[dict[Var, Array], Traces]:
+        """Gradients of variables of the frontier from some examples, and the traces of these after the window."""
+        own: dict[Var, Array] = {}
+        if cotangents:
+            own = program.operand_gradients(frontier, program.local_values(frontier, record), cotangents)
+        if not isinstance(rule, TBPTT):
+            factors = replace(window_factors(plan, frontier, record), fine=fine, anew=anew)
+            if credit == "window":
+                at_start = signal_of_states(plan, signal, factors.operands)
+                more, traces = rule.gradient_and_advance(traces, at_start, factors)
+            else:
+                at_steps = Signal(signal, factors.operands, plan)
+                more, traces = rule.step_gradient_and_advance(traces, factors, at_steps)
+            own = add_operand_gradients(plan, own, more)
+        return own, traces
+
+    over_batch = (traces, record, present.signal, waiting.operators)
+    if shares == 1 or not can_be_shared(traces):
+        gradients, traces = of_examples(*over_batch)
+        for var, gradient in gradients.items():
+            _add(found, var, gradient)
+        return program.parameter_gradients(parameters, found), traces
+
+    def of_share(*args: Any) -> tuple[list[Array], Traces]:
+        gradients, traces = of_examples(*args)
+        return program.parameter_gradients(parameters, gradients), traces
+
+    parts, traces = in_shares(of_share, shares, over_batch, (0, 1, 0 if credit == "window" else 1, 1))
+    total = [sum_of_parts(part, 0) for part in parts] if reduce is None else reduce(parts)
+    if found:
+        total = [a + b for a, b in zip(total, program.parameter_gradients(parameters, found), strict=True)]
+    return total, traces
 
 
 def random_feedback(plan: RulePlan, rule: Rule | None, frontier: Mapping[Var, Any]) -> dict[int, Any]:

@@ -243,11 +243,11 @@ class WindowProgram:
         return {**windowed, **runner.over_window(self.schedule.local, windowed, {}, record.sizes)}
 
     def operand_gradients(
-        self, frontier: Mapping[Var, Any], local: Mapping[Var, Any], gradient: WindowGradient
+        self, frontier: Mapping[Var, Any], local: Mapping[Var, Any], cotangents: Mapping[int, Array]
     ) -> dict[Var, Array]:
-        """The gradient of every frontier variable that has one, from those of operators' results."""
-        found: dict[Var, Array] = dict(zip(self.schedule.direct, gradient.direct, strict=True))
-        for i, cotangent in gradient.operators.items():
+        """The gradients of operators' operands, from those of their results, ``operator -> (time, batch, ...)``."""
+        found: dict[Var, Array] = {}
+        for i, cotangent in cotangents.items():
             operator = self.schedule.operators[i]
             x = None if operator.x is None else local[operator.x]
             for key, value in operator_gradient(

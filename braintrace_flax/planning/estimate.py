@@ -24,10 +24,6 @@ from .liveness import Divided, peak_bytes
 
 __all__ = ["Need", "abstract_mesh", "batch_shards", "data_shapes", "estimate", "largest_batch", "state_shapes"]
 
-SLACK = 1.2
-"""What the TPU's compiler kept of a window, against what has to be kept: measured for both networks of `configs/pod_*`
-at 4 to 32 examples a chip."""
-
 
 @dataclass(frozen=True)
 class Need:
@@ -147,9 +143,11 @@ def _activations(run: Run, placed: TrainState) -> int:
     step = copy.copy(run.step)
     step.shardings, step._gathered = placed, gathered(run.model, placed.params)
     state, window = state_shapes(run), step.window or run.config.task.steps
-    jaxpr = jax.make_jaxpr(step.run)(state, *data_shapes(run, window))
+    mesh = jax.tree.leaves(placed.params)[0].mesh
+    with jax.sharding.use_abstract_mesh(mesh):  # the program of many devices, not that of this machine
+        jaxpr = jax.make_jaxpr(step.run)(state, *data_shapes(run, window))
     shapes = [leaf.shape for leaf in jax.tree.leaves(state.params)]
-    return peak_bytes(jaxpr, _divisions(shapes, jax.tree.leaves(placed.params)), SLACK)
+    return peak_bytes(jaxpr, _divisions(shapes, jax.tree.leaves(placed.params)))
 
 
 def _divisions(shapes: Sequence[tuple[int, ...]], placed: Sequence[NamedSharding]) -> Divided:

@@ -125,8 +125,8 @@ class Program:
             if kind == "all-reduce" and "scatter" in inside:  # as the TPU compiler writes a reduce-scatter
                 kind = "reduce-scatter"
             channel = re.search(r"channel_id=(\d+)", line.text)
-            # The parts of an asynchronous one have the same channel and shapes.
-            key = (loops, kind, channel.group(1) if channel else line.name, tuple(map(str, shapes)))
+            # The parts of an asynchronous one have the same channel and shapes; so may others that stand by themselves.
+            key = (loops, kind, channel.group(1) if channel and inside else line.name, tuple(map(str, shapes)))
             if key not in found:
                 found[key] = Collective(kind, shapes, _group(line.text), math.prod(loops), loops)
         return list(found.values())

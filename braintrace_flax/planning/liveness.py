@@ -36,7 +36,7 @@ class Divided(NamedTuple):
     sizes: Mapping[int, int] = MappingProxyType({})
 
 
-def peak_bytes(jaxpr: Any, divided: Divided | None = None, slack: float = 1.0) -> int:
+def peak_bytes(jaxpr: Any, divided: Divided | None = None) -> int:
     """The most bytes that are alive at once beside arguments and results.
 
     Element-wise operations are taken to be computed where they are used, so that only what they are made of is kept;
@@ -46,9 +46,8 @@ def peak_bytes(jaxpr: Any, divided: Divided | None = None, slack: float = 1.0) -
     Args:
       jaxpr: closed or open, of the work of one device.
       divided: what is smaller on a device than the jaxpr says.
-      slack: how much more a compiler keeps than it would have to; gathered parameters are exact.
     """
-    return _Simulation(getattr(jaxpr, "jaxpr", jaxpr), divided or Divided(), slack).peak()
+    return _Simulation(getattr(jaxpr, "jaxpr", jaxpr), divided or Divided()).peak()
 
 
 class _Value:
@@ -69,8 +68,8 @@ class _Step(NamedTuple):
 
 
 class _Simulation:
-    def __init__(self, jaxpr: Any, divided: Divided, slack: float):
-        self.divided, self.slack = divided, slack
+    def __init__(self, jaxpr: Any, divided: Divided):
+        self.divided = divided
         self.steps: list[_Step] = []
         self.arguments = [_Value(v.aval) for v in jaxpr.invars]
         names: dict[Any, Any] = dict(zip(jaxpr.invars, self.arguments, strict=True))
@@ -90,9 +89,7 @@ class _Simulation:
                 names.update((v, _at(found, own)) for v, found in zip(eqn.outvars, inner.outvars, strict=True))
                 continue
             bodies = [b for value in eqn.params.values() for b in (value if isinstance(value, tuple) else (value,))]
-            inside = [
-                peak_bytes(b, self.divided, self.slack) for b in bodies if hasattr(b, "eqns") or hasattr(b, "jaxpr")
-            ]
+            inside = [peak_bytes(b, self.divided) for b in bodies if hasattr(b, "eqns") or hasattr(b, "jaxpr")]
             known = [v for v in operands if v is not None]
             is_cast = eqn.primitive.name == "convert_element_type" and bool(known)
             source = known[0].source if is_cast else None
@@ -135,9 +132,8 @@ class _Simulation:
                     first = added[v]
                     at_once += self._bytes(v) + self._bytes(first) - self._bytes(first) // self._spread(step.name, v)
                 elif v in stored and v not in self.results:
-                    slack = 1.0 if step.name == "optimization_barrier" else self.slack
-                    lasting = int(slack * self._bytes(v)) // self._spread(step.name, v)
-                    at_once += self._bytes(v) - min(lasting, self._bytes(v))  # a gradient before it is divided
+                    lasting = self._bytes(v) // self._spread(step.name, v)
+                    at_once += self._bytes(v) - lasting  # a gradient before it is divided
                     alive += lasting
                     ends[last[v]] = ends.get(last[v], 0) + lasting
             most = max(most, alive + at_once + step.inside)

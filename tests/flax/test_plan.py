@@ -160,7 +160,6 @@ def test_what_is_alive_at_once():
     assert peak_bytes(jax.make_jaxpr(all_kept)(x)) == 6 * size
     divided = peak_bytes(jax.make_jaxpr(all_kept)(x), Divided(sizes={8: 2}))
     assert divided == 3 * size
-    assert peak_bytes(jax.make_jaxpr(chain)(x), slack=1.5) == 3 * size
 
     def swapped(a, b):  # neither can be written before the other is read
         return b + 1.0, a + b

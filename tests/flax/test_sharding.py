@@ -155,6 +155,48 @@ def test_fully_sharded_parameters_are_gathered_once_a_window_and_do_not_divide_a
         np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs), rtol=1e-9, atol=1e-12)
 
 
+REDUCED = [
+    ({"data": 8}, (), {("all-reduce", 8): "all"}),
+    ({"fsdp": 8}, (None, "fsdp"), {("reduce-scatter", 8): "kernels", ("all-reduce", 8): "biases"}),
+    (
+        {"data": 2, "fsdp": 4},
+        ("fsdp",),
+        {("reduce-scatter", 4): "kernels", ("all-reduce", 2): "parts", ("all-reduce", 8): "biases"},
+    ),
+]
+
+
+@pytest.mark.parametrize("rule", ["d_rtrl", "pp_prop", "tbptt"])
+@pytest.mark.parametrize(("axes", "spec", "expected"), REDUCED, ids=["data", "fsdp", "data and fsdp"])
+def test_each_gradient_is_reduced_once_a_window(model, alone, rule, axes, spec, expected):
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    step = make(model, rule).sharded(mesh, [("kernel", spec)] if spec else [])
+    given = jax.device_put(data(), braintrace.data_sharding(mesh))
+    compiled = step.lower(state := step.init(jax.random.key(0)), *given).compile()
+    shapes = [leaf.shape for leaf in jax.tree.leaves(state.params)]
+    kernels = [shape for shape in shapes if len(shape) > 1]
+    of = {
+        "all": shapes,
+        "kernels": kernels,
+        "parts": [(rows // 4, columns) for rows, columns in kernels],
+        "biases": [shape for shape in shapes if len(shape) == 1],
+    }
+    found = {key: [] for key in expected}
+    for c in Program(compiled.as_text()).collectives():
+        if c.kind in ("all-reduce", "reduce-scatter"):
+            dims = [s.dims for s in c.shapes if s.dims and s.dims != (WINDOW,)]  # losses are summed too
+            assert not dims or c.loops == (STEPS // WINDOW,)
+            if dims:
+                found[c.kind, c.group] += dims
+    assert {key: sorted(dims) for key, dims in found.items()} == {
+        key: sorted(of[name]) for key, name in expected.items()
+    }
+    if rule in alone:
+        state, _ = compiled(state, *given)
+        for mine, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(alone[rule].params), strict=True):
+            np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs), rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("credit", ["window", "step"])
 def test_a_loop_of_ones_own_on_an_explicit_mesh(model, credit):
     tx = optax.chain(braintrace.online_grad(model, credit=credit), optax.sgd(0.1))

@@ -26,6 +26,7 @@ def config_of(network, rule, mesh, sharding=()):
 CASES = {
     "data": config_of(LRU(units=SIZE, width=SIZE, layers=1), "d_rtrl", "data=4"),
     "fsdp": config_of(LRU(units=SIZE, width=SIZE, layers=1), "d_rtrl", "fsdp=4", SHARDED),
+    "data and fsdp": config_of(LRU(units=SIZE, width=SIZE, layers=1), "d_rtrl", "data=2,fsdp=2", SHARDED),
     "gru": config_of(GRU(units=SIZE, dtype="bfloat16"), "pp_prop", "data=2,fsdp=2", SHARDED),
 }
 
