@@ -69,7 +69,7 @@ def add_in_place(kept: Array, terms: Any, add: Callable[[Array, Any], Array], to
 
     if count == 1:
         return add_some(kept, terms, 1)
-    if not _is_worth_it(kept) or kept.nbytes > _MOST_IN_CACHE:
+    if not _is_worth_it(kept) or (count > _IN_ONE_PASS and kept.nbytes > _MOST_IN_CACHE):
         return together(kept, terms)
 
     def in_passes(kept: Array, terms: Any) -> Array:
@@ -103,5 +103,5 @@ def _is_worth_it(arrays: Any) -> bool:
 
 
 _LARGE = 1 << 14  # numbers; below, a branch or a loop costs more than a copy
-_MOST_IN_CACHE = 1 << 25  # bytes; beyond, every pass reads from memory, and one product and one pass are faster
+_MOST_IN_CACHE = 1 << 25  # bytes; beyond, several passes are slower than one product of all terms and one pass
 _IN_ONE_PASS = 8  # terms; of more at once, the sum does not fit the registers

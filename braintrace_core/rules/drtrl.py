@@ -195,7 +195,10 @@ def _link_gradient(traces: Traces, signal: Signal, i: int, recurrent: bool = Fal
 def _contract(
     link: Link, traces: Traces, signal: Mapping[int, Array], operands: Sequence[Any], apart: bool
 ) -> dict[str, Array]:
-    """Stored traces of a link contracted with a signal for each stored component, by operand."""
+    """Stored traces of a link contracted with a signal for each stored component, by operand.
+
+    ``apart`` keeps the compiler from merging the reading with what follows.
+    """
     of_traces = link.traces(operands)
     at_operator = {b: link.at_operator(signal[b]) for b in link.stored}
 

@@ -49,8 +49,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("credit", ["window", "step"])
-@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize(("window", "credit"), [(1, "window"), (4, "window"), (4, "step")])
 @pytest.mark.parametrize(("name", "rule"), CASES, ids=lambda part: part if isinstance(part, str) else repr(part))
 def test_traces(name, rule, window, credit):
     assert rule.minds_windows
