@@ -58,9 +58,10 @@ RULES = {
     "snap 2": SnAp(2),
     "dni": DNI(),
 }
-# Rules that keep a trace of every operator meet all models; rules that see a step as a whole, or that share another
-# rule's trace, meet a few of each kind.
+# D-RTRL, which keeps a trace for every operator, meets all models; rules that keep less of an operator, that see a step
+# as a whole, or that share another rule's trace, meet a few of each kind.
 FEW = {
+    "pp_prop": ["lstm", "gru", "two_states", "complex_lru", "conv", "embedding", "stack", "alif"],
     "e_prop": ["lstm", "alif"],
     "e_prop with a filter": ["lstm", "complex_lru", "stack", "alif"],
     "three_factor": ["two_states", "stack"],
