@@ -24,6 +24,8 @@ jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+LONG = {"test_examples.py", "test_readme.py", "test_benchmarks.py", "test_processes.py", "test_run_faults.py"}
+
 # One example may compile several functions, so its time says nothing.
 hypothesis.settings.register_profile(
     "project",
@@ -58,6 +60,11 @@ class JaxSettings:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(JaxSettings())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first: at the end, one of several workers would run them while the others wait."""
+    items.sort(key=lambda item: item.path.name not in LONG)
 
 
 @pytest.fixture
