@@ -65,10 +65,8 @@ def test_what_waits_for_a_result_keeps_its_numbers():
         assert found.tobytes() == value.tobytes()
 
 
-@pytest.mark.parametrize(("window", "credit"), [(1, "window"), (4, "window"), (4, "step")])
-@pytest.mark.parametrize(
-    "name", ["indrnn", "complex_lru", "two_states", "fused_gates", "lora", "sparse", "conv", "embedding"]
-)
+@pytest.mark.parametrize(("window", "credit"), [(4, "window"), (4, "step")])
+@pytest.mark.parametrize("name", ["indrnn", "complex_lru", "two_states", "fused_gates", "sparse", "conv", "embedding"])
 def test_drtrl_stays_exact(for_any_size, name, window, credit):
     case = UNIT_WISE[name]
     carry, inputs = zoo.batch_of(case)
