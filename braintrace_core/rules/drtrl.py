@@ -12,8 +12,9 @@ trace is that before the last step, and the last step's own factors wait until a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -21,11 +22,12 @@ from jax import Array, lax
 
 from ..compiler.graph import ETraceGraph
 from ..ops.dtypes import storage_dtype
-from ..ops.in_place import after, unless_silent
-from ..ops.trace_rules import EmbeddingTrace, TraceRule
+from ..ops.in_place import after, is_worth_turns, unless_silent
+from ..ops.trace_rules import EinsumTrace, EmbeddingTrace, TraceRule
 from .factors import Pair, Signal, WindowFactors
 from .operators import operator_gradient
 from .plan import GroupPlan, Link, RulePlan
+from .rolling import Roll, unless
 from .rule import OperandGradients, Rule, Traces, as_plan, times, total
 from .touched import contract_rows, has_rows, init_rows, roll_rows
 
@@ -76,25 +78,40 @@ class DRTRL(Rule):
         return traces
 
     def advance(self, traces: Traces, factors: WindowFactors) -> Traces:
+        return self._advance(traces, factors, {})[0]
+
+    def _advance(
+        self, traces: Traces, factors: WindowFactors, signals: Mapping[int, Mapping[int, Array]]
+    ) -> tuple[Traces, dict[int, dict[str, Array]]]:
+        """The traces after the window, and gradients, link -> name -> gradient, from those best read while written.
+
+        Args:
+          signals: for each link that is to be read, a signal at its stored components.
+        """
         plan, steps = factors.plan, factors.sizes[0]
         large = self._large(traces, plan)
-        traces = {name: trace if name in large else _unless(factors.anew, trace) for name, trace in traces.items()}
+        traces = {name: trace if name in large else unless(factors.anew, trace) for name, trace in traces.items()}
         new: Traces = {}
+        read: dict[int, dict[str, Array]] = {}
         carried = []
         for g, group in enumerate(plan.groups):
             between = {(a, b): _behind(traces[f"group{g}.D.{a}.{b}"], factors.D[g][a, b]) for a, b in group.entries}
             carried.append(_products(group, between, steps))
             new.update({f"group{g}.D.{a}.{b}": factors.D[g][a, b][-1] for a, b in group.entries})
         for i, link in enumerate(plan.links):
-            across, to_end = carried[link.group]
             df = {a: _behind(traces[f"{link.name}.df.{a}"], factors.df[i][a]) for a in link.moved}
             new.update({f"{link.name}.df.{a}": factors.df[i][a][-1] for a in link.moved})
             x = None
             if link.operator.x is not None:
                 x = _behind(traces[f"{link.name}.x"], factors.x[i])
                 new[f"{link.name}.x"] = factors.x[i][-1]
-            new.update(_roll(link, factors, i, traces, x, df, across, to_end))
-        return {name: new[name] if name in large else _if(factors.fine, new[name], old) for name, old in traces.items()}
+            if link.stored:
+                rolled, read[i] = _roll(link, factors, i, traces, x, df, carried[link.group], signals.get(i))
+                new.update(rolled)
+        chosen = {
+            name: new[name] if name in large else _if(factors.fine, new[name], old) for name, old in traces.items()
+        }
+        return chosen, read
 
     @staticmethod
     def _large(traces: Traces, plan: RulePlan) -> set[str]:
@@ -145,76 +162,133 @@ class DRTRL(Rule):
     ) -> tuple[OperandGradients, Traces]:
         """The gradient for a signal at the window's start, and the traces after the window.
 
-        Each stored trace is read for the gradient either before it is written or after, never from a copy. After a
-        window of one step the stored trace, which lags by one, is that of the window's start: where a signal is on
+        Each stored trace is read for the gradient before it is written, while it is, or after, never from a copy. After
+        a window of one step the stored trace, which lags by one, is that of the window's start: where a signal is on
         stored components only, it is all that the signal needs.
 
         Args:
           recurrent: whether the signal is on recurrent components alone.
         """
-        plan = signal.plan
-        found: dict[int, OperandGradients] = {}
-        for i, link in enumerate(plan.links):
-            if not (factors.sizes[0] == 1 and link.stored and (recurrent or link.stored == link.reached)):
-                found[i] = _link_gradient(traces, signal, i, recurrent)
+        plan, steps = signal.plan, factors.sizes[0]
+        own = type(self).advance is DRTRL.advance  # a rule made of this one may have another
+        signals = {i: _at_traces(traces, signal, i) for i, link in enumerate(plan.links) if link.stored}
+        read: dict[int, dict[str, Array]] = {}
+        later = []
+        for i in signals:
+            link = plan.links[i]
+            turns = _in_turn(link, traces, signal.operands[i], steps) if own else set()
+            if steps == 1 and not turns and (recurrent or link.stored == link.reached):
+                later.append(i)
+            else:
+                read[i] = _read(link, traces, signals[i], signal.operands[i], apart=True, but=turns)
         ready = dict(traces)
         for g, group in enumerate(plan.groups):
-            read = [value for i, of in found.items() if plan.links[i].group == g for value in of.values()]
+            values = [value for i, of in read.items() if plan.links[i].group == g for value in of.values()]
             for a, b in group.entries:
-                ready[f"group{g}.D.{a}.{b}"] = after(read, traces[f"group{g}.D.{a}.{b}"])
-        new = self.advance(ready, factors)
+                ready[f"group{g}.D.{a}.{b}"] = after(values, traces[f"group{g}.D.{a}.{b}"])
+        new, meanwhile = self._advance(ready, factors, signals) if own else (self.advance(ready, factors), {})
+        found: OperandGradients = {}
         for i, link in enumerate(plan.links):
-            if i not in found:
+            operands = signal.operands[i]
+            if i in later:
                 now = {a: signal.groups[link.group][a] for a in link.stored}
-                contracted = _contract(link, new, now, signal.operands[i], apart=len(link.stored) > 1)
-                found[i] = {f"{link.name}.{key}": value for key, value in contracted.items()}
-        return {key: _unless(factors.anew, v) for i in range(len(plan.links)) for key, v in found[i].items()}, new
+                of_link = _to_operands(link, operands, _read(link, new, now, operands, apart=len(link.stored) > 1))
+            else:
+                of_link = _waiting_gradient(traces, signal, i, recurrent)
+                if link.stored:
+                    of_link = _sum(of_link, _to_operands(link, operands, read[i] | meanwhile.get(i, {})))
+            found.update({f"{link.name}.{key}": unless(factors.anew, value) for key, value in of_link.items()})
+        return found, new
 
 
-def _link_gradient(traces: Traces, signal: Signal, i: int, recurrent: bool = False) -> OperandGradients:
-    """What a signal says about the operands of one link; it may be on recurrent components alone."""
+def _link_gradient(traces: Traces, signal: Signal, i: int) -> OperandGradients:
+    """What a signal says about the operands of one link."""
+    link, operands = signal.plan.links[i], signal.operands[i]
+    found = _waiting_gradient(traces, signal, i)
+    if link.stored:
+        read = _read(link, traces, _at_traces(traces, signal, i), operands, apart=True)
+        found = _sum(found, _to_operands(link, operands, read))
+    return {f"{link.name}.{key}": value for key, value in found.items()}
+
+
+def _at_traces(traces: Traces, signal: Signal, i: int) -> dict[int, Array]:
+    """A signal one step back, at the stored components of a link: to the stored trace through the waiting ``D``."""
     link = signal.plan.links[i]
-    group, now, operands = signal.plan.groups[link.group], signal.groups[link.group], signal.operands[i]
-    # One step back: to the stored trace through the waiting D, and to the operator through the waiting df.
-    at_trace = {
+    group, now = signal.plan.groups[link.group], signal.groups[link.group]
+    return {
         b: total([now[a] * traces[f"group{link.group}.D.{a}.{b}"] for a, c in group.entries if c == b])
         for b in link.stored
     }
+
+
+def _waiting_gradient(traces: Traces, signal: Signal, i: int, recurrent: bool = False) -> dict[str, Array]:
+    """What a signal says about the operands of one link through the waiting ``df``, by operand.
+
+    Args:
+      recurrent: whether it is on recurrent components alone.
+    """
+    link = signal.plan.links[i]
+    group, now = signal.plan.groups[link.group], signal.groups[link.group]
     moved = [a for a in link.moved if a in group.recurrent or not recurrent]
-    gradients: dict[str, Array] = {}
-    if moved:
-        at_result = total([times(link.at_operator(now[a]), traces[f"{link.name}.df.{a}"]) for a in moved])
-        x = traces.get(f"{link.name}.x")
-        gradients = operator_gradient(link.operator, operands, None if x is None else x[None], at_result[None])
-    if link.stored:
-        for key, value in _contract(link, traces, at_trace, operands, apart=True).items():
-            gradients[key] = gradients[key] + value.astype(gradients[key].dtype) if key in gradients else value
-    return {f"{link.name}.{key}": value for key, value in gradients.items()}
+    if not moved:
+        return {}
+    at_result = total([times(link.at_operator(now[a]), traces[f"{link.name}.df.{a}"]) for a in moved])
+    x = traces.get(f"{link.name}.x")
+    return operator_gradient(link.operator, signal.operands[i], None if x is None else x[None], at_result[None])
 
 
-def _contract(
-    link: Link, traces: Traces, signal: Mapping[int, Array], operands: Sequence[Any], apart: bool
+def _sum(gradients: Mapping[str, Array], more: Mapping[str, Array]) -> dict[str, Array]:
+    """The sum of two sets of gradients, each in the dtype of the first."""
+    result = dict(gradients)
+    for key, value in more.items():
+        result[key] = result[key] + value.astype(result[key].dtype) if key in result else value
+    return result
+
+
+def _read(
+    link: Link,
+    traces: Traces,
+    signal: Mapping[int, Array],
+    operands: Sequence[Any],
+    apart: bool,
+    but: Collection[str] = (),
 ) -> dict[str, Array]:
-    """Stored traces of a link contracted with a signal for each stored component, by operand.
+    """Stored traces of a link, except some, contracted with a signal for each stored component.
 
     ``apart`` keeps the compiler from merging the reading with what follows.
     """
-    of_traces = link.traces(operands)
     at_operator = {b: link.at_operator(signal[b]) for b in link.stored}
 
     def read(rule: TraceRule, trace: Array, signal: Array) -> Array:
         return unless_silent(rule.contract, trace, signal) if apart else rule.contract(trace, signal)
 
     contracted = {}
-    for name, rule in of_traces.rules.items():
+    for name, rule in link.traces(operands).rules.items():
+        if name in but:
+            continue
         if isinstance(rule, EmbeddingTrace) and has_rows(traces, link.name):
             contracted[name] = contract_rows(link.name, rule, traces, at_operator)
         else:
             contracted[name] = total(
                 [read(rule, traces[f"{link.name}.{name}.{b}"], at_operator[b]) for b in link.stored]
             )
-    found = of_traces.to_operands(contracted)
+    return contracted
+
+
+def _to_operands(link: Link, operands: Sequence[Any], contracted: Mapping[str, Array]) -> dict[str, Array]:
+    """Gradients by operand, from those by trace."""
+    found = link.traces(operands).to_operands(contracted)
     return {key: value for key, value in found.items() if key in link.operator.operands}
+
+
+def _in_turn(link: Link, traces: Traces, operands: Sequence[Any], steps: int) -> set[str]:
+    """The names of those traces of a link that are best read while they are written, example by example."""
+    return {
+        name
+        for name, rule in link.traces(operands).rules.items()
+        if isinstance(rule, EinsumTrace) and rule.x
+        if is_worth_turns([traces[f"{link.name}.{name}.{a}"] for a in link.stored], steps)
+    }
 
 
 def carry_back(
@@ -290,54 +364,47 @@ def _roll(
     traces: Traces,
     x: Any,
     df: Mapping[int, Array],
-    across: Mapping[Pair, Array],
-    to_end: Mapping[Pair, Array | None],
-) -> Traces:
+    carried: tuple[Mapping[Pair, Array], Mapping[Pair, Array | None]],
+    signal: Mapping[int, Array] | None,
+) -> tuple[Traces, dict[str, Array]]:
     """The stored traces of link ``i`` after a window (lagging by one step).
 
-    A window that does not count decays nothing and adds nothing: the choice is made on small arrays.
+    With a signal at the stored components, also what it says of those traces that are best read while they are
+    written, by name. A window that does not count decays nothing and adds nothing: the choice is made on small arrays.
     """
-    if not link.stored:
-        return {}
     new: Traces = {}
+    read: dict[str, Array] = {}
+    across, to_end = carried
     if factors.fine is not None:
         like = next(iter(across.values()))
         across = {(a, a): jnp.zeros_like(like) for a in link.stored} | dict(across)
         across = {(a, b): _if(factors.fine, p, jnp.full_like(p, a == b)) for (a, b), p in across.items()}
         x = None if x is None else _if(factors.fine, x, jnp.zeros_like(x))
+    decays = {(a, b): link.at_operator(p) for a in link.stored for b, p in _row(a, link.stored, across)}
     cotangents = {}
     for a in link.stored:
         moved = [df[c] if q is None else times(link.at_operator(q), df[c]) for c, q in _row(a, link.moved, to_end)]
         if moved:
             cotangents[a] = _if(factors.fine, moves := total(moved), jnp.zeros_like(moves))
-    for name, rule in link.traces(factors.operands[i]).rules.items():
-
-        def decayed(a: int, old: Mapping[int, Array], rule: TraceRule = rule) -> Array | None:
-            terms = [times(rule.align(link.at_operator(p)), old[b]) for b, p in _row(a, link.stored, across)]
-            return total(terms) if terms else None
-
+    roll = Roll(link.stored, decays, x, cotangents, factors.anew)
+    operands = factors.operands[i]
+    turns = set() if signal is None else _in_turn(link, traces, operands, factors.sizes[0])
+    for name, rule in link.traces(operands).rules.items():
         if isinstance(rule, EmbeddingTrace) and has_rows(traces, link.name):
-            new.update(roll_rows(link.name, rule, traces, x, decayed, cotangents, link.stored))
+            new.update(roll_rows(link.name, rule, traces, x, partial(roll.decayed, rule), cotangents, link.stored))
             continue
-        for a in link.stored:
-            stored = traces[f"{link.name}.{name}.{a}"]
-            kept = decayed(a, {b: _unless(factors.anew, traces[f"{link.name}.{name}.{b}"]) for b in link.stored})
-            if a not in cotangents:
-                found = jnp.zeros_like(stored) if kept is None else kept
-            else:
-                found = rule.instant(x, cotangents[a]) if kept is None else rule.add(kept, x, cotangents[a])
-            new[f"{link.name}.{name}.{a}"] = found.astype(stored.dtype)
-    return new
+        old = {a: traces[f"{link.name}.{name}.{a}"] for a in link.stored}
+        if signal is not None and name in turns:
+            rolled, read[name] = roll.new_and_read(rule, old, {a: link.at_operator(signal[a]) for a in link.stored})
+        else:
+            rolled = roll.new(rule, old)
+        new.update({f"{link.name}.{name}.{a}": trace for a, trace in rolled.items()})
+    return new, read
 
 
 def _if(flag: Any, value: Array, other: Array) -> Array:
     """``value`` if the flag is up or there is none, else the other."""
     return value if flag is None else jnp.where(flag, value, other)
-
-
-def _unless(flag: Any, value: Array) -> Array:
-    """``value``, or zero if there is a flag and it is up."""
-    return value if flag is None else jnp.where(flag, jnp.zeros_like(value), value)
 
 
 def _row(a: int, columns: Sequence[int], entries: Mapping[Pair, Any]) -> list[tuple[int, Any]]:

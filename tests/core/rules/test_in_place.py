@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import braintrace_core as bc
 from braintrace_core.ops import in_place
 from braintrace_core.rules import DRTRL, RulePlan, online_gradient, step_online_gradient
 from tests.core.rules import zoo
+from tests.core.rules.test_windows_that_do_not_count import check as check_windows
 
 UNIT_WISE, MIXING = zoo.cases()
 
@@ -25,11 +27,18 @@ def one_device(monkeypatch):
 
 
 @pytest.fixture
-def for_any_size(monkeypatch):
+def in_passes(monkeypatch):
     """Small arrays are treated as large ones are, in passes of two steps and rows."""
     monkeypatch.setattr(in_place, "_LARGE", 0)
     monkeypatch.setattr(in_place, "_IN_ONE_PASS", 2)
     monkeypatch.setattr("braintrace_core.ops.trace_rules._ROWS_AT_ONCE", 2)
+
+
+@pytest.fixture
+def example_by_example(in_passes, monkeypatch):
+    """Small arrays are treated as those that no cache holds."""
+    for name in ("_LARGE_IN_TURN", "_MOST_COPIED", "_MOST_IN_CACHE"):
+        monkeypatch.setattr(in_place, name, 0)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 9, 16, 17, 25])
@@ -47,6 +56,18 @@ def test_any_number_of_terms_is_added(count):
 def test_what_is_small_is_left_to_the_compiler():
     found = in_place.add_in_place(jnp.zeros(3), jnp.ones((4, 3)), lambda kept, term: jnp.nan, lambda kept, terms: kept)
     assert not found.any()
+
+
+def test_examples_take_turns():
+    arrays = {name: jax.random.normal(jax.random.key(i), (3, 4, 5)) for i, name in enumerate("ab")}
+    factors, terms = jnp.arange(3.0), jax.random.normal(jax.random.key(2), (7, 3, 5))
+
+    def turn(arrays, factors, terms):
+        new = {"a": arrays["b"] * factors[:, None, None], "b": arrays["a"] + terms.sum(0)[:, None]}
+        return new, (arrays["a"] - arrays["b"]).sum(0)
+
+    found = jax.jit(lambda *args: in_place.in_turn(turn, *args))(arrays, factors, terms)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), found, turn(arrays, factors, terms))
 
 
 @pytest.mark.parametrize("signal", [0.0, 1.0])
@@ -67,12 +88,29 @@ def test_what_waits_for_a_result_keeps_its_numbers():
 
 @pytest.mark.parametrize(("window", "credit"), [(4, "window"), (4, "step")])
 @pytest.mark.parametrize("name", ["indrnn", "complex_lru", "two_states", "fused_gates", "sparse", "conv", "embedding"])
-def test_drtrl_stays_exact(for_any_size, name, window, credit):
+@pytest.mark.parametrize("way", ["in_passes", "example_by_example"])
+def test_drtrl_stays_exact(request, way, name, window, credit):
+    request.getfixturevalue(way)
     case = UNIT_WISE[name]
     carry, inputs = zoo.batch_of(case)
     resets = zoo.some_resets()
     found, _ = zoo.online(case, DRTRL(), window, carry, inputs, resets, credit=credit)
     zoo.assert_close(found, zoo.bptt(case, carry, inputs, resets))
+
+
+@dataclass(frozen=True)
+class Fading(DRTRL):
+    def advance(self, traces, factors):
+        return super().advance(traces, replace(factors, D=jax.tree.map(lambda d: 0.5 * d, factors.D)))
+
+
+def test_a_rule_made_of_drtrl_advances_its_own_way(request):
+    case = UNIT_WISE["two_states"]
+    carry, inputs = zoo.batch_of(case)
+    expected, _ = zoo.online(case, Fading(), 4, carry, inputs)
+    request.getfixturevalue("example_by_example")
+    found, _ = zoo.online(case, Fading(), 4, carry, inputs)
+    zoo.assert_close(found, expected)
 
 
 def gated(p, carry, x):
@@ -88,17 +126,28 @@ def leaky(p, h, x):
     return h, h
 
 
+def adaptive(p, carry, x):
+    """Each of its two states feeds the other: of two traces, each new one is made of both."""
+    v, a = carry
+    fired = jax.nn.sigmoid(v - a)
+    v = 0.9 * (v - fired) + jnp.concatenate([x, fired]) @ p
+    return (v, 0.99 * (a + fired)), v
+
+
 UNITS, INPUTS, BATCH = 96, 32, 4
 
 
 @pytest.mark.parametrize("run", [online_gradient, step_online_gradient])
 @pytest.mark.parametrize("window", [1, 4, 20])
-@pytest.mark.parametrize("kind", [gated, leaky])
-def test_no_trace_is_copied(kind, window, run):
+@pytest.mark.parametrize("kind", [gated, leaky, adaptive])
+def test_no_trace_is_copied(monkeypatch, kind, window, run):
+    if kind is adaptive:
+        monkeypatch.setattr(in_place, "_LARGE_IN_TURN", 0)
+        monkeypatch.setattr(in_place, "_MOST_COPIED", 0)
     weight = jnp.ones((INPUTS + UNITS, UNITS), jnp.float32)
     params = {gate: weight for gate in "ifg"} if kind is gated else weight
     state = jnp.zeros(UNITS, jnp.float32)
-    carry = (state, state) if kind is gated else state
+    carry = state if kind is leaky else (state, state)
     plan = RulePlan.of(bc.compile_step_graph(kind, params, carry, jnp.zeros(INPUTS, jnp.float32)))
     rule, leaves = DRTRL(), jax.tree.leaves(params)
 
@@ -114,3 +163,9 @@ def test_no_trace_is_copied(kind, window, run):
     inputs = jnp.ones((3, window, BATCH, INPUTS), jnp.float32)
     compiled = jax.jit(many, donate_argnums=(0, 1)).lower(states, rule.init(plan, BATCH), inputs).compile()
     assert not re.findall(rf"= f32\[{BATCH},{INPUTS + UNITS},{UNITS}\]\S* copy\(", compiled.as_text())
+
+
+@pytest.mark.parametrize("credit", ["window", "step"])
+@pytest.mark.parametrize("name", ["two_states", "fused_gates"])
+def test_windows_that_do_not_count(example_by_example, name, credit):
+    check_windows(name, DRTRL(), 4, credit)

@@ -52,6 +52,10 @@ CASES = [
 @pytest.mark.parametrize(("window", "credit"), [(1, "window"), (4, "window"), (4, "step")])
 @pytest.mark.parametrize(("name", "rule"), CASES, ids=lambda part: part if isinstance(part, str) else repr(part))
 def test_traces(name, rule, window, credit):
+    check(name, rule, window, credit)
+
+
+def check(name, rule, window, credit):
     assert rule.minds_windows
     advance, traces, inputs = windows(name, rule, window, credit)
     assert any(np.any(trace) for trace in traces.values())

@@ -1,0 +1,81 @@
+"""What a window does to the stored traces of a link: they decay, and its steps add to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ..ops.in_place import in_turn
+from ..ops.trace_rules import TraceRule
+from .factors import Pair
+from .rule import times, total
+
+__all__ = ["Roll", "unless"]
+
+
+@dataclass(frozen=True)
+class Roll:
+    """A window as the traces of a link see it; arrays have the shape of the operator's result.
+
+    Attributes:
+      stored: the components that are stored.
+      decays: ``(a, b)`` -> how much of component ``b`` before the window is in ``a`` after it, ``(batch, ...)``.
+      x: the operator's input, ``(time, batch, ...)``; None if it has none.
+      cotangents: component -> what each step adds, times ``x``, ``(time, batch, ...)``.
+      anew: a bool, whether the traces before the window are to be forgotten first; None if not.
+    """
+
+    stored: tuple[int, ...]
+    decays: Mapping[Pair, Array]
+    x: Any
+    cotangents: Mapping[int, Array]
+    anew: Any
+
+    def decayed(self, rule: TraceRule, a: int, old: Mapping[int, Array]) -> Array | None:
+        """What remains of old traces in component ``a``; None for nothing."""
+        terms = [times(rule.align(self.decays[a, b]), old[b]) for b in self.stored if (a, b) in self.decays]
+        return total(terms) if terms else None
+
+    def new(
+        self, rule: TraceRule, old: Mapping[int, Array], add: Callable[..., Array] | None = None
+    ) -> dict[int, Array]:
+        """The traces after the window, by component; ``add`` in place of the rule's own."""
+        add = add or rule.add
+        before = {a: unless(self.anew, trace) for a, trace in old.items()}
+        found = {}
+        for a in self.stored:
+            trace = self.decayed(rule, a, before)
+            if a in self.cotangents:
+                given = self.x, self.cotangents[a]
+                trace = rule.instant(*given) if trace is None else add(trace, *given)
+            found[a] = jnp.zeros_like(old[a]) if trace is None else trace.astype(old[a].dtype)
+        return found
+
+    def new_and_read(
+        self, rule: TraceRule, old: Mapping[int, Array], signal: Mapping[int, Array]
+    ) -> tuple[dict[int, Array], Array]:
+        """The traces after the window, and what those before it say of a signal at each component.
+
+        On CPUs example by example: see :func:`in_turn`.
+        """
+
+        def at_once(old: Any, over_batch: Any, over_time: Any, add: Callable[..., Array] | None = None) -> Any:
+            (decays, signal), (x, cotangents) = over_batch, over_time
+            read = total([rule.contract(old[b], signal[b]) for b in self.stored])
+            return Roll(self.stored, decays, x, cotangents, self.anew).new(rule, old, add), read
+
+        def one(old: Any, over_batch: Any, over_time: Any) -> Any:
+            return at_once(old, over_batch, over_time, partial(TraceRule.add, rule))  # one product: the cache holds it
+
+        over_batch, over_time = (dict(self.decays), dict(signal)), (self.x, dict(self.cotangents))
+        return lax.platform_dependent(dict(old), over_batch, over_time, cpu=partial(in_turn, one), default=at_once)
+
+
+def unless(flag: Any, value: Array) -> Array:
+    """``value``, or zero if there is a flag and it is up."""
+    return value if flag is None else jnp.where(flag, jnp.zeros_like(value), value)
