@@ -13,7 +13,7 @@ from jax import lax
 
 import braintrace_core as bc
 from braintrace_core.ops import in_place
-from braintrace_core.rules import DRTRL, RulePlan, online_gradient, step_online_gradient
+from braintrace_core.rules import DRTRL, Rule, RulePlan, online_gradient, step_online_gradient
 from tests.core.rules import zoo
 from tests.core.rules.test_windows_that_do_not_count import check as check_windows
 
@@ -104,12 +104,14 @@ class Fading(DRTRL):
         return super().advance(traces, replace(factors, D=jax.tree.map(lambda d: 0.5 * d, factors.D)))
 
 
-def test_a_rule_made_of_drtrl_advances_its_own_way(request):
+class InTwo(Fading):
+    gradient_and_advance = Rule.gradient_and_advance
+
+
+def test_a_rule_made_of_drtrl_advances_its_own_way(example_by_example):
     case = UNIT_WISE["two_states"]
     carry, inputs = zoo.batch_of(case)
-    expected, _ = zoo.online(case, Fading(), 4, carry, inputs)
-    request.getfixturevalue("example_by_example")
-    found, _ = zoo.online(case, Fading(), 4, carry, inputs)
+    found, expected = (zoo.online(case, rule, 4, carry, inputs)[0] for rule in (Fading(), InTwo()))
     zoo.assert_close(found, expected)
 
 
