@@ -164,6 +164,7 @@ def online_grad(
             credit,
             shares=online.shares,
             reduce=None if online.reduce is None else reduce,
+            place=online.place,
             **care,
         )
         if not chosen.minds_windows:

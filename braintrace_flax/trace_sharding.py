@@ -7,7 +7,6 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from braintrace_core.compiler.hidden_group import HiddenGroup
 from braintrace_core.ops.trace_rules import EinsumTrace
 from braintrace_core.rules import RulePlan
 from braintrace_core.rules.plan import Link
@@ -34,28 +33,28 @@ def trace_specs(
       params, carry: specs of their leaves.
       batch: mesh axes that divide the batch; they cannot divide a weight's trace too.
 
-    The trace of a weight is divided as the weight is. What a rule keeps of an operator's result is divided along the
-    axes that it shares with the weight; so is what it keeps of the input, unless that is a state: this and what it
-    keeps of a group is divided as the states are. A group whose states are whole is divided as what feeds it.
+    The trace of a weight is divided as the weight is. What a rule keeps of an operator's input or result is divided
+    along the axes that it shares with the weight; what it keeps of a group, as the states are. A group whose states are
+    whole is divided as what feeds it, and results, and biases that are whole, as the group that they feed.
     """
     first = None if not batch or not model.has_examples else batch if len(batch) > 1 else batch[0]
     plan = model.plan
     links = sorted(plan.links, key=lambda link: -len(link.name))
     operands = _operand_axes(plan, params, batch)
     states = _state_axes(plan, carry, batch)
+    groups = [_of_group(plan, g, operands, states) for g in range(len(plan.groups))]
     found = {}
     for name, trace in traces.items():
         own: Axes = ()
         link = next((link for link in links if name.startswith(f"{link.name}.")), None)
         if link is not None:
             kind = name.removeprefix(f"{link.name}.").split(".")[0]
-            own = states.get(link.operator.x, ()) if kind == "x" else ()
-            own = own if any(own) else _of_link(plan, link, kind, operands)
+            own = _of_link(plan, link, kind, operands)
+            like_result = kind != "x" and trace.shape[1:] == link.operator.y.aval.shape
+            if not any(own) and like_result and link.axes_before_units is not None:
+                own = (*[None] * link.axes_before_units, *groups[link.group])
         elif name.startswith("group"):
-            group = plan.graph.hidden_groups[int(name.removeprefix("group").split(".")[0])]
-            if group.hidden_invars[0].aval.shape == group.varshape:
-                feeding = (_of_link(plan, link, "df", operands) for link in links if _is_unit_by_unit(link, group))
-                own = next(filter(any, (states[group.hidden_invars[0]], *feeding)), ())
+            own = groups[int(name.removeprefix("group").split(".")[0])]
         if name.startswith("synthesiser."):
             found[name] = PartitionSpec()
         elif any(own) and len(own) == len(trace.shape) - 1:
@@ -105,8 +104,16 @@ def _of_link(plan: RulePlan, link: Link, kind: str, operands: Mapping[Any, Axes]
     return tuple(map(axes.get, rule.x)) if kind == "x" and rule.prepare is None else ()
 
 
-def _is_unit_by_unit(link: Link, group: HiddenGroup) -> bool:
-    return link.group == group.index and link.positions.is_identity and link.operator.y.aval.shape == group.varshape
+def _of_group(plan: RulePlan, index: int, operands: Mapping[Any, Axes], states: Mapping[Any, Axes]) -> Axes:
+    group = plan.graph.hidden_groups[index]
+    if group.hidden_invars[0].aval.shape != group.varshape:
+        return ()
+    feeding = (
+        _of_link(plan, link, "df", operands)[link.axes_before_units :]
+        for link in plan.links
+        if link.group == index and link.axes_before_units is not None
+    )
+    return next(filter(any, (states[group.hidden_invars[0]], *feeding)), ())
 
 
 def _state_axes(plan: RulePlan, carry: Sequence[PartitionSpec], batch: tuple[str, ...]) -> dict[Any, Axes]:

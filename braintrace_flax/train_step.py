@@ -95,6 +95,7 @@ class TrainStep:
     shardings: TrainState | None = None
     _gathered: Any = None
     _shares: Mapping[str, int] = {}
+    _inputs: Mapping[str, NamedSharding] = {}
 
     def __init__(
         self,
@@ -133,6 +134,9 @@ class TrainStep:
         step._gathered = gathered(self.model, placed.params, batch_axes)
         if self.model.has_examples:
             step._shares = {axis: mesh.shape[axis] for axis in batch_axes if mesh.shape.get(axis, 1) > 1}
+        if any(mesh.shape[axis] > 1 for axis in mesh.axis_names if axis not in batch_axes):
+            traces = optax.tree.get(placed.opt_state, "OnlineGradState").traces
+            step._inputs = {name: sharding for name, sharding in traces.items() if name.endswith(".x")}
         return step
 
     def init(self, key: Any, params: Any = None, example: tuple[Any, ...] | None = None) -> TrainState:
@@ -229,6 +233,8 @@ class TrainStep:
         )
         if self._shares:
             window = replace(window, shares=math.prod(self._shares.values()), reduce=self._reduce)
+        if self._inputs:
+            window = replace(window, place=self._place)
         updates, opt_state = self._update(grads, state.opt_state, state.params, online=window)
         params = optax.apply_updates(state.params, updates)
         skipped = skipped_of(opt_state) != skipped_of(state.opt_state)
@@ -263,6 +269,16 @@ class TrainStep:
             return lax.optimization_barrier(short).astype(leaf.dtype)  # or it may move into the loop over time
 
         return jax.tree.map(gather, params, self._gathered)
+
+    def _place(self, name: str, x: Array) -> Array:
+        """An operator's input, divided as its trace is: products with it need that anyway, and no trace is sent."""
+        if name not in self._inputs:
+            return x
+        sharding = self._inputs[name]
+        free = PartitionSpec.UNCONSTRAINED
+        spec = PartitionSpec(free, free, *without(sharding.spec[1:], (), x.ndim - 2))
+        inside = not jax.sharding.get_abstract_mesh().empty
+        return lax.with_sharding_constraint(x, spec if inside else NamedSharding(sharding.mesh, spec))
 
     def _reduce(self, parts: Any) -> Any:
         """The sum over the shares of the batch, each gradient divided like its parameter.

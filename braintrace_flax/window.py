@@ -51,6 +51,7 @@ class Window:
       value: the loss, where gradients wait.
       shares: among how many devices the batch is divided, where gradients wait.
       reduce: sums gradients whose first axis is the shares, in the structure of the parameters.
+      place: puts an operator's input where its trace is: ``place(name of the trace, input)``.
       credit: how the gradient was taken.
       rule: the rule that took part in it; None if none did.
     """
@@ -66,6 +67,7 @@ class Window:
     value: Any = None
     shares: int = field(default=1, metadata={"static": True})
     reduce: Callable[[Any], Any] | None = field(default=None, metadata={"static": True})
+    place: Callable[[str, Array], Array] | None = field(default=None, metadata={"static": True})
     credit: Credit = field(default="window", metadata={"static": True})
     rule: Rule | None = field(default=None, metadata={"static": True})
 

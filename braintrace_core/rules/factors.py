@@ -82,9 +82,11 @@ class Signal:
     plan: RulePlan = field(metadata={"static": True})
 
 
-def window_factors(plan: RulePlan, frontier: Mapping[Var, Any], record: WindowRecord) -> WindowFactors:
-    """The factors of a window, all steps at once, from what it recorded."""
-    local = plan.program.local_values(frontier, record)
+def window_factors(
+    plan: RulePlan, frontier: Mapping[Var, Any], record: WindowRecord, local: Mapping[Var, Any] | None = None
+) -> WindowFactors:
+    """The factors of a window, all steps at once, from what it recorded (and its local values, if they are known)."""
+    local = plan.program.local_values(frontier, record) if local is None else local
     static = {**plan.program.constants, **frontier}
     step_plan = plan.graph.factor_plan
     moving = [v for v in step_plan.variables if v in local]

@@ -270,6 +270,7 @@ def past_gradient(
     anew: Any = None,
     shares: int = 1,
     reduce: Callable[[list[Array]], list[Array]] | None = None,
+    place: Callable[[str, Array], Array] | None = None,
 ) -> tuple[list[Array], Traces]:
     """What a rule adds to the gradient of a window, for each parameter leaf, and the traces after it.
 
@@ -285,6 +286,8 @@ def past_gradient(
       shares: in how many shares the batch lies on different devices: the terms of each gradient are then summed within
         a share, and the shares once.
       reduce: sums gradients whose first axis is the shares; None for a plain sum.
+      place: ``place(name, x)`` puts an operator's input, ``(time, batch, ...)``, on those devices that have its trace,
+        ``"path/of/parameter@relation.x"``; None to leave that to the compiler.
     """
     program = plan.program
     waiting = present.waiting or Waiting({}, ())
@@ -304,11 +307,13 @@ def past_gradient(
         traces: Traces, record: WindowRecord, signal: Any, cotangents: dict[int, Array]
     ) -> tuple[dict[Var, Array], Traces]:
         """Gradients of variables of the frontier from some examples, and the traces of these after the window."""
-        own: dict[Var, Array] = {}
-        if cotangents:
-            own = program.operand_gradients(frontier, program.local_values(frontier, record), cotangents)
+        local = program.local_values(frontier, record)
+        if place is not None:
+            first = {link.operator.x: link.name for link in reversed(plan.links) if link.operator.x is not None}
+            local = {**local, **{x: place(f"{name}.x", local[x]) for x, name in first.items()}}
+        own = program.operand_gradients(frontier, local, cotangents)
         if not isinstance(rule, TBPTT):
-            factors = replace(window_factors(plan, frontier, record), fine=fine, anew=anew)
+            factors = replace(window_factors(plan, frontier, record, local), fine=fine, anew=anew)
             if credit == "window":
                 at_start = signal_of_states(plan, signal, factors.operands)
                 more, traces = rule.gradient_and_advance(traces, at_start, factors)

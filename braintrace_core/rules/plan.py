@@ -93,10 +93,23 @@ class Link:
         """Those of them that feed the next step, so that a trace must be kept."""
         return tuple(a for a in self.reached if a in self.plan.recurrent)
 
+    @cached_property
+    def axes_before_units(self) -> int | None:
+        """How many axes the operator's result has in front of the group's own; None if its units lie otherwise."""
+        y_shape, varshape = self.operator.y.aval.shape, self.plan.varshape
+        count = len(y_shape) - len(varshape)
+        if count < 0 or y_shape[count:] != varshape:
+            return None
+        units = np.arange(int(np.prod(varshape))).reshape(varshape)
+        return count if (self.positions.unit.reshape(y_shape) == units).all() else None
+
     def at_operator(self, value: Array) -> Array:
         """A value of the group's units, ``(..., *varshape)``, at the elements of the operator's result."""
-        y_shape = self.operator.y.aval.shape
-        lead = value.shape[: value.ndim - len(self.plan.varshape)]
+        y_shape, varshape = self.operator.y.aval.shape, self.plan.varshape
+        lead = value.shape[: value.ndim - len(varshape)]
+        if self.axes_before_units is not None:  # units may be divided among devices, and stay so
+            value = value.reshape(*lead, *(1 for _ in range(self.axes_before_units)), *varshape)
+            return jnp.broadcast_to(value, (*lead, *y_shape))
         if self.positions.is_identity:
             return value.reshape(*lead, *y_shape)
         flat = value.reshape(*lead, -1)

@@ -130,9 +130,28 @@ def test_what_a_rule_keeps_of_inputs_and_results_is_divided_too(model):
     found = braintrace.shardings(make(model, "pp_prop"), mesh_of((4, 2), AxisType.Auto), rules)
     traces = optax.tree.get(found.opt_state, "OnlineGradState").traces
     assert {s.spec for n, s in traces.items() if ".f." in n} == {jax.P("data", "model")}
-    inputs = {n: s.spec for n, s in traces.items() if n.endswith(".x")}
-    assert {spec for n, spec in inputs.items() if "/h" in n} == {jax.P("data", "model")}  # states are divided so
-    assert {spec for n, spec in inputs.items() if "/i" in n} == {jax.P("data")}
+    assert {s.spec for n, s in traces.items() if n.endswith(".x")} == {jax.P("data")}  # as the rows of the weights
+    found = braintrace.shardings(make(model, "pp_prop"), mesh_of((4, 2), AxisType.Auto), [("kernel", ("model",))])
+    traces = optax.tree.get(found.opt_state, "OnlineGradState").traces
+    assert {s.spec for n, s in traces.items() if n.endswith(".x")} == {jax.P("data", "model")}
+
+
+@pytest.mark.parametrize("rule", ["pp_prop", "d_rtrl"])
+@pytest.mark.parametrize("carry", [(), [("carry", ("data", "model"))]], ids=["carry whole", "carry divided"])
+def test_with_divided_units_no_more_is_sent_than_a_window_needs_without_traces(model, alone, rule, carry):
+    mesh = mesh_of((4, 2), AxisType.Auto)
+    given = jax.device_put(data(), braintrace.data_sharding(mesh))
+    sent = {}
+    for name in (rule, "tbptt"):
+        step = make(model, name).sharded(mesh, [*RULES, *carry])
+        compiled = step.lower(state := step.init(jax.random.key(0)), *given).compile()
+        moved = Program(compiled.as_text()).collectives()
+        sent[name] = sorted((c.kind, c.group, s.dims, c.loops) for c in moved for s in c.shapes if s.dims)
+        if name == rule:
+            state, _ = compiled(state, *given)
+            for mine, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(alone[rule].params), strict=True):
+                np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs), rtol=1e-9, atol=1e-12)
+    assert sent[rule] == sent["tbptt"]
 
 
 def test_fully_sharded_parameters_are_gathered_once_a_window_and_do_not_divide_a_trace_twice(model, alone):

@@ -93,6 +93,19 @@ def test_no_time_step_waits_for_another_chip(case):
     assert not [c for c in found.collectives if len(c.loops) > 1]
 
 
+def test_with_divided_units_no_more_is_sent_than_a_window_needs_without_traces():
+    units = ((r"layers/\d+/(in|back)$", (None, None, "model")),)
+    sent = {}
+    with jax.enable_x64(False):
+        for rule in ("tbptt", "d_rtrl", "pp_prop"):
+            found = compile_for(config_of(GRU(units=SIZE), rule, "data=2,model=2", units), TOPOLOGY)
+            sent[rule] = sorted(
+                (c.kind, c.group, s.dims, c.loops) for c in found.collectives for s in c.shapes if s.dims
+            )
+    assert sent["tbptt"]
+    assert sent["d_rtrl"] == sent["pp_prop"] == sent["tbptt"]
+
+
 def test_the_command(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("braintrace_flax.planning.advice.RULES", ())
     file = tmp_path / "small.py"
