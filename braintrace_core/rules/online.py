@@ -236,7 +236,7 @@ def step_gradient(
     elif program.outputs_see_states_only:
         signal = present_signals(plan, gradient.present)
     else:
-        signal = whole_step_signals(plan, loss, parameters, window)
+        signal = whole_step_signals(plan, gradient.present, frontier, window.record)
     return PresentGradient(value, aux, gradients, states, window.states, signal, window.record, inputs, reset, waiting)
 
 

@@ -2,65 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._compat import bind_equation
-from ..compiler.jaxpr_tools import evaluate
+from .._compat import JaxprEqn, Var, bind_equation, open_jaxpr
+from ..compiler.jaxpr_tools import IndexedJaxpr, evaluate
+from ..ops import is_etp
 from .plan import RulePlan
-from .window import WindowResult
+from .window import WindowRecord, WindowResult
 
 __all__ = ["modulated", "past_states", "present_signals", "whole_step_signals"]
 
 Groups = tuple[tuple[Array, ...], ...]
 
 
-def present_signals(plan: RulePlan, present: Mapping[int, Array]) -> Groups:
+def present_signals(plan: RulePlan, present: Mapping[Var, Array]) -> Groups:
     """Signals where outputs see hidden states alone, from the gradients of states after each step."""
-    places = {v: i for i, v in enumerate(plan.program.state_outvars)}
-    groups = []
-    for group in plan.graph.hidden_groups:
-        values = [present[places[v]] for v in group.hidden_outvars]
-        groups.append(tuple(group.components.of_cotangents(values, a) for a in range(len(group.components))))
-    return tuple(groups)
+    return _by_component(plan, present)
 
 
-def whole_step_signals(plan: RulePlan, loss: Any, parameters: Sequence[Any], window: WindowResult) -> Groups:
-    """Signals through the whole step, all steps at once: a layer above may act on the loss within the same step."""
+def whole_step_signals(
+    plan: RulePlan, present: Mapping[Var, Array], frontier: Mapping[Var, Any], record: WindowRecord
+) -> Groups:
+    """Signals through the whole step, all steps at once: a layer above may act on the loss within the same step.
+
+    What the outputs say of everything that they see is sent back through the perturbed step. The window has run
+    already: operators' results are those that it recorded.
+    """
     program, minfo, perturbed = plan.program, plan.graph.module_info, plan.graph.hidden_perturb
     if perturbed is None:
         raise ValueError("Step credit needs the graph's perturbed step: compile with `include_hidden_perturb=True`.")
-    states = [window.record.values[program.schedule.recorded.index(v)] for v in program.state_invars]
-    weights = dict(zip(minfo.weight_invars, parameters, strict=True))
+    jaxpr, _ = open_jaxpr(perturbed.perturb_jaxpr)
+    terms = jaxpr.invars[-len(perturbed.perturb_hidden_paths) :]
+    with_term = {v: moved for v, moved in zip(minfo.jaxpr.outvars, jaxpr.outvars, strict=True) if isinstance(v, Var)}
+    static = {**program.constants, **frontier}
+    windowed = dict(zip(minfo.input_invars, record.inputs, strict=True))
+    windowed.update(zip(program.schedule.recorded, record.values, strict=True))
 
-    def outputs(terms: list[Array]) -> list[Array]:
-        def one(inputs: Any, states: Any, terms: Any) -> Any:
-            known = {
-                **weights,
-                **dict(zip(minfo.input_invars, inputs, strict=True)),
-                **dict(zip(program.state_invars, states, strict=True)),
-            }
-            flat = [known[v] for v in minfo.jaxpr.invars]
-            return perturbed.eval_jaxpr(flat, terms)[: minfo.num_var_out]
+    indexed = IndexedJaxpr(jaxpr)
+    moving = indexed.reached(terms, range(len(jaxpr.eqns)))
+    seen = [with_term.get(v, v) for v in present]
+    fixed = lambda v: v not in moving and (v in static or v in windowed)  # noqa: E731
+    way, _ = open_jaxpr(indexed.part(terms, seen, fixed))
+    ran = [eqn.outvars[0] for eqn in way.eqns if is_etp(eqn.primitive) and eqn.outvars[0] in windowed]
+    given = [v for v in way.constvars if v in windowed]
 
-        return jax.vmap(jax.vmap(one))(window.record.inputs, states, terms)
+    def one(terms: list[Array], given_values: list[Any], results: list[Any]) -> list[Any]:
+        known = {**static, **dict(zip(given, given_values, strict=True))}
+        by_result = dict(zip(ran, results, strict=True))
 
-    of_path = minfo.hidden_path_to_invar
-    terms = [
-        jnp.zeros((*window.record.sizes, *of_path[p].aval.shape), of_path[p].aval.dtype)
-        for p in perturbed.perturb_hidden_paths
-    ]
-    found = jax.grad(lambda terms: loss(window._replace(outputs=outputs(terms)))[0])(terms)
+        def run(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+            if eqn.outvars[0] not in by_result:
+                return bind_equation(eqn, operands)
+            return [_with_result(eqn, operands, by_result[eqn.outvars[0]], moving)]
+
+        return evaluate(way, [known[v] for v in way.constvars], terms, run)
+
+    def outcome(terms: list[Array]) -> list[Array]:
+        return jax.vmap(jax.vmap(one))(terms, [windowed[v] for v in given], [windowed[v] for v in ran])
+
+    zeros = [jnp.zeros((*record.sizes, *v.aval.shape), v.aval.dtype) for v in terms]
+    (found,) = jax.vjp(outcome, zeros)[1](list(present.values()))
     by_path = dict(zip(perturbed.perturb_hidden_paths, found, strict=True))
+    named = [pair for g in plan.graph.hidden_groups for pair in zip(g.hidden_outvars, g.hidden_paths, strict=True)]
+    return _by_component(plan, {v: by_path[path] for v, path in named})
+
+
+def _by_component(plan: RulePlan, gradients: Mapping[Var, Array]) -> Groups:
+    """Gradients of the states after a step, as each group's components take them."""
     groups = []
     for group in plan.graph.hidden_groups:
-        values = [by_path[p] for p in group.hidden_paths]
+        values = [gradients[v] for v in group.hidden_outvars]
         groups.append(tuple(group.components.of_cotangents(values, a) for a in range(len(group.components))))
     return tuple(groups)
+
+
+def _with_result(eqn: JaxprEqn, operands: Sequence[Any], result: Any, moving: Collection[Var]) -> Any:
+    """An equation whose result is known: not computed again, but differentiated as ever."""
+    places = [i for i, v in enumerate(eqn.invars) if isinstance(v, Var) and v in moving]
+
+    @jax.custom_jvp
+    def known(result: Any, *moved: Any) -> Any:
+        return result
+
+    @known.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        def again(*moved: Any) -> Any:
+            values = dict(zip(places, moved, strict=True))
+            return bind_equation(eqn, [values.get(i, operand) for i, operand in enumerate(operands)])[0]
+
+        return primals[0], jax.jvp(again, primals[1:], tangents[1:])[1]
+
+    return known(result, *(operands[i] for i in places))
 
 
 def past_states(

@@ -73,14 +73,14 @@ class WindowGradient(NamedTuple):
       operators: operator -> gradient of its result, ``(time, batch, ...)``, for those that were asked for.
       direct: gradients of the schedule's direct variables.
       states: gradients of the states before the window, None for those without.
-      present: for each hidden state's variable after a step, what the outputs of that same step say of it,
+      present: for each of :attr:`WindowProgram.seen_by_outputs`, what the outputs of the same step say of it,
         ``(time, batch, ...)``.
     """
 
     operators: dict[int, Array]
     direct: tuple[Array, ...]
     states: list[Any]
-    present: dict[int, Array]
+    present: dict[Var, Array]
 
 
 class WindowProgram:
@@ -175,7 +175,7 @@ class WindowProgram:
           frontier, states, inputs, reset, initial: as in :meth:`run`.
           operators: indices of the operators whose gradient is wanted; all if None.
           want_states: whether the gradient of the states before the window is wanted.
-          want_present: whether each step's own gradient of its hidden states is wanted.
+          want_present: whether each step's own gradient of what its outputs see is wanted.
           feedback: operator index -> operands to use in its place when errors go back to its input.
         """
         steps, batch = _time_and_batch(inputs, states)
@@ -184,8 +184,8 @@ class WindowProgram:
         deltas = [jnp.zeros((steps, batch, *y.aval.shape), y.aval.dtype) for y in results]
         direct = tuple(frontier[v] for v in self.schedule.direct)
         moving = [i for i, v in enumerate(self.state_invars) if want_states and is_differentiable(v.aval)]
-        after = [i for i, v in enumerate(self.state_outvars) if want_present and is_differentiable(v.aval)]
-        present = [jnp.zeros((steps, *states[i].shape), states[i].dtype) for i in after]
+        seen = self.seen_by_outputs if want_present else []
+        present = [jnp.zeros((steps, batch, *v.aval.shape), v.aval.dtype) for v in seen]
 
         def of(deltas: Any, direct: Any, moving_states: Any, present: Any) -> Any:
             all_states = list(states)
@@ -199,7 +199,7 @@ class WindowProgram:
                 dict(zip(results, deltas, strict=True)),
                 reset,
                 initial,
-                {self.state_outvars[i]: term for i, term in zip(after, present, strict=True)},
+                dict(zip(seen, present, strict=True)),
                 feedback or {},
             )
             value, aux = function(window)
@@ -215,7 +215,7 @@ class WindowProgram:
             dict(zip(wanted, for_operators, strict=True)),
             for_direct,
             gradients,
-            dict(zip(after, for_present, strict=True)),
+            dict(zip(seen, for_present, strict=True)),
         )
         return value, aux, window, gradient
 
@@ -273,24 +273,37 @@ class WindowProgram:
         return found
 
     @cached_property
+    def seen_by_outputs(self) -> list[Var]:
+        """The states after a step, and whatever else that is made of them the step's outputs see."""
+        minfo, schedule = self.graph.module_info, self.schedule
+        results = [v for v in minfo.jaxpr.outvars[: minfo.num_var_out] if isinstance(v, Var)]
+        states = [v for v in self.state_outvars if isinstance(v, Var)]
+        made = [v for v in (*schedule.outputs.reads, *results) if self._groups_behind.get(v)]
+        return [v for v in dict.fromkeys((*states, *made)) if is_differentiable(v.aval)]
+
+    @cached_property
     def outputs_see_states_only(self) -> bool:
         """Whether the outputs of a step see its operators through the states after it alone.
 
         Each step's own signal can then be read off the outputs part. Otherwise (a layer above acts in the same step)
         the whole step is needed.
         """
-        minfo, schedule = self.graph.module_info, self.schedule
-        hidden = {v: g.index for g in self.graph.hidden_groups for v in g.hidden_outvars}
-        behind: dict[Var, set[int]] = {v: {g} for v, g in hidden.items()}
+        behind = self._groups_behind
+        hidden = {v: group.index for group in self.graph.hidden_groups for v in group.hidden_outvars}
+        return all(behind[v] == {g} for v, g in hidden.items()) and not any(
+            behind.get(v) for v in self.seen_by_outputs if v not in hidden
+        )
+
+    @cached_property
+    def _groups_behind(self) -> dict[Var, set[int]]:
+        """For what is made before the outputs, the hidden groups whose states after the step it is made of."""
+        schedule = self.schedule
+        found = {v: {group.index} for group in self.graph.hidden_groups for v in group.hidden_outvars}
         for eqn in (*schedule.inputs.eqns, *schedule.recurrence.eqns):
-            groups = set().union(*(behind.get(v, set()) for v in eqn.invars if isinstance(v, Var)))
+            groups = set().union(*(found.get(v, set()) for v in eqn.invars if isinstance(v, Var)))
             for v in eqn.outvars:
-                if v in hidden and groups - {hidden[v]}:
-                    return False
-                behind[v] = behind.get(v, set()) | groups
-        results = [v for v in minfo.jaxpr.outvars[: minfo.num_var_out] if isinstance(v, Var)]
-        seen = [v for v in (*schedule.outputs.reads, *results) if v not in hidden]
-        return not any(behind.get(v) for v in seen if v in schedule.recurrence.writes)
+                found[v] = found.get(v, set()) | groups
+        return found
 
     def operand_values(self, operator: Operator, frontier: Mapping[Var, Any]) -> list[Any]:
         """The operator's operands where they are known outside of time; None for the others (``x``)."""

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from braintrace_core import compile_step_graph
-from braintrace_core.rules import DRTRL, TBPTT, EProp, Immediate, PPProp, ThreeFactor, get_rule
+from braintrace_core.rules import DRTRL, TBPTT, EProp, Immediate, PPProp, RulePlan, ThreeFactor, get_rule
+from braintrace_core.rules.online import random_feedback, step_online_gradient
 from tests.core.rules import zoo
 
 CASE = zoo.cases()[0]["indrnn"]
@@ -147,3 +148,70 @@ def test_random_feedback_needs_a_readout():
     carry, inputs = zoo.batch_of(case)
     with pytest.raises(ValueError, match="found no readout to send errors back through"):
         zoo.online(case, EProp(feedback="random"), 1, carry, inputs[:1], credit="step")
+
+
+def layers(readout):
+    """Two leaky layers, and an output with the given readout."""
+
+    def step(params, carry, x):
+        low, high = carry
+        low = 0.9 * low + jnp.tanh(x @ params["w1"])
+        high = 0.8 * high + jnp.tanh(low @ params["w2"])
+        return (low, high), high @ params["r"]
+
+    params = {
+        "w1": CASE.params["w"],
+        "w2": jnp.cos(jnp.arange(float(zoo.UNITS**2))).reshape(zoo.UNITS, -1),
+        "r": readout,
+    }
+    return zoo.Case(step, params, (jnp.zeros(zoo.UNITS), jnp.zeros(zoo.UNITS)))
+
+
+def test_random_feedback_reaches_the_layers_below():
+    """With a loss that is linear in the outputs, random feedback is the same as having that readout."""
+    case = layers(CASE.params["r"])
+    carry, inputs = zoo.batch_of(case)
+    graph = compile_step_graph(case.step, case.params, case.carry, inputs[0, 0])
+    plan, rule = RulePlan.of(graph), EProp(feedback="random", seed=3)
+    ((_, operands),) = random_feedback(plan, rule, plan.program.frontier(jax.tree.leaves(case.params))).items()
+    feedback = next(value for value in operands if value is not None)
+
+    def gradients(case, rule):
+        leaves, states = jax.tree.leaves(case.params), jax.tree.leaves(carry)
+        traces = zoo.fresh(rule, plan)
+        loss = lambda window: (jnp.sum(window.outputs[0]), None)  # noqa: E731
+        return step_online_gradient(plan, rule, loss, leaves, states, traces, [inputs]).gradients
+
+    found, symmetric = gradients(case, rule), gradients(case, EProp())
+    expected = gradients(layers(feedback), EProp())
+    zoo.assert_close([found[1], found[2]], [expected[1], expected[2]])
+    assert all(float(jnp.abs(a - b).max()) > 1e-3 for a, b in zip(found[1:], symmetric[1:], strict=True))
+
+
+def test_a_state_that_no_state_feeds_is_seen_through_what_stands_on_it():
+    def step(params, carry, x):
+        memory, now = carry
+        now = jnp.tanh(x @ params["w"])
+        memory = 0.9 * memory + jnp.tanh(x @ params["v"])
+        return (memory, now), now @ params["r"] + memory @ params["r"]
+
+    params = {"w": CASE.params["w"], "v": jnp.flip(CASE.params["w"]), "r": CASE.params["r"]}
+    case = zoo.Case(step, params, (jnp.zeros(zoo.UNITS), jnp.zeros(zoo.UNITS)))
+    carry, inputs = zoo.batch_of(case)
+    found, _ = zoo.online(case, DRTRL(), 1, carry, inputs[:1], credit="step")
+    zoo.assert_close(found, zoo.bptt(case, carry, inputs[:1]))
+
+
+def test_the_step_is_not_run_again_for_the_layers_below():
+    """Each of three operators is a product forward and one for its weight; two more go back to the layers."""
+    case = layers(CASE.params["r"])
+    carry, inputs = zoo.batch_of(case)
+    graph = compile_step_graph(case.step, case.params, case.carry, inputs[0, 0])
+    plan, rule, leaves = RulePlan.of(graph), Immediate(), jax.tree.leaves(case.params)
+
+    def window(states, traces, x):
+        loss = lambda window: (jnp.sum(jnp.sin(window.outputs[0])), None)  # noqa: E731
+        return step_online_gradient(plan, rule, loss, leaves, states, traces, [x]).gradients
+
+    compiled = jax.jit(window).lower(jax.tree.leaves(carry), zoo.fresh(rule, plan), inputs).compile()
+    assert compiled.as_text().count(" dot(") == 8
