@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -25,12 +25,14 @@ class PartRunner:
       static: values that are the same for all steps and examples.
       direct: values that take the place of ``static`` wherever they are not an operator's trainable operand.
       feedback: operator index -> operands through which errors go back to its input, instead of its own.
+      split: operator index -> its result but for what ``deltas`` hold of it already, from its input.
     """
 
     operators: tuple[Operator, ...]
     static: Mapping[Var, Any]
     direct: Mapping[Var, Any]
     feedback: Mapping[int, Any]
+    split: Mapping[int, Callable[[Any], Any]] = field(default_factory=dict)
 
     def over_batch(
         self, part: Part, batched: Mapping[Var, Any], deltas: Mapping[Var, Array], batch: int
@@ -83,7 +85,10 @@ class PartRunner:
                     self.static[v] if isinstance(v, Var) and v in kept else value
                     for v, value in zip(eqn.invars, operands, strict=True)
                 ]
-            results = bind_equation(eqn, operands)
+            if index in self.split:
+                results = [self.split[index](operands[eqn.primitive.x_index])]
+            else:
+                results = bind_equation(eqn, operands)
             if index in self.feedback:
                 x = eqn.primitive.x_index
                 back = bind_equation(eqn, [operands[x] if i == x else b for i, b in enumerate(self.feedback[index])])

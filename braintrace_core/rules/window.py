@@ -26,6 +26,7 @@ from ..compiler.analysis import StepAnalysis
 from ..compiler.graph import ETraceGraph
 from ..compiler.module_info import is_differentiable
 from ..compiler.schedule import Operator, Schedule, schedule_step
+from .ahead import split_products
 from .operators import add_to, operator_gradient
 from .parts import PartRunner, TimeLoop
 
@@ -348,7 +349,14 @@ class WindowProgram:
         windowed.update(run.over_window(schedule.inputs, windowed, deltas, sizes))
         results = [v for v in minfo.jaxpr.outvars[: minfo.num_var_out] if isinstance(v, Var)]
         needed = {*schedule.outputs.reads, *schedule.recorded, *results}
-        loop = TimeLoop(schedule.recurrence, run, self.state_invars, self.state_outvars, needed, deltas, reset, initial)
+        inside = run
+        for i, product in split_products(schedule, windowed.keys(), sizes[0]).items():
+            operands = self.operand_values(product.operator, frontier)
+            inside = replace(inside, split={**inside.split, i: product.in_the_loop(operands)})
+            y, share = product.operator.y, product.for_all_steps(windowed, operands)
+            deltas = {**deltas, y: deltas[y] + share if y in deltas else share}
+        before, after = self.state_invars, self.state_outvars
+        loop = TimeLoop(schedule.recurrence, inside, before, after, needed, deltas, reset, initial)
         states, made = loop.run(states, windowed, sizes)
         windowed.update(made)
         seen = {**windowed, **{v: windowed[v] + term for v, term in present.items() if v in windowed}}

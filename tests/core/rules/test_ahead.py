@@ -1,0 +1,107 @@
+"""Products of inputs and states side by side are split: the inputs' share is made for all steps at once."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from braintrace_core import compile_step_graph
+from braintrace_core.rules import TBPTT, RulePlan
+from braintrace_core.rules.ahead import split_products
+from tests.core.rules import zoo
+
+WIDE = zoo.FEATURES + zoo.UNITS
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    """As on a machine with one device; the tests have several."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+
+def case(join, rows=WIDE, dtype=jnp.float64, bias=True):
+    """A gated cell whose products see what ``join`` makes of an input and a state."""
+    numbers = jnp.cos(jnp.arange(2.0 * rows * zoo.UNITS)).reshape(2, rows, zoo.UNITS).astype(dtype)
+    params = {"gate": numbers[0], "new": numbers[1]} | ({"b": numbers[0, 0]} if bias else {})
+
+    def step(params, h, x):
+        gate = jax.nn.sigmoid(join(x, h) @ params["gate"] + params.get("b", numbers[1, 0]))
+        new = (1 - gate) * h + gate * jnp.tanh(join(x, gate * h) @ params["new"])
+        return new, new
+
+    return zoo.Case(step, params, jnp.zeros(zoo.UNITS, dtype))
+
+
+def split(case):
+    """The places of what is split off, for each operator."""
+    x = jnp.zeros((zoo.FEATURES,), case.carry.dtype)
+    program = RulePlan.of(compile_step_graph(case.step, case.params, case.carry, x)).program
+    known = [*program.graph.module_info.input_invars, *program.schedule.inputs.writes]
+    return [product.ahead for product in split_products(program.schedule, known, zoo.STEPS).values()]
+
+
+JOINS = {
+    "input first": (lambda x, h: jnp.concatenate([x, h]), WIDE, (slice(0, 3),)),
+    "state first": (lambda x, h: jnp.concatenate([h, x]), WIDE, (slice(5, 8),)),
+    "state between": (lambda x, h: jnp.concatenate([x, h, jnp.sin(x)]), 11, (slice(0, 3), slice(8, 11))),
+    "input between": (lambda x, h: jnp.concatenate([h, x, 2 * h]), 13, (slice(5, 8),)),
+}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", JOINS)
+def test_the_gradient_is_that_of_the_loop(name, bias):
+    join, rows, places = JOINS[name]
+    net = case(join, rows, bias=bias)
+    assert split(net) == [places, places]
+    carry, inputs = zoo.batch_of(net)
+    reset = zoo.some_resets()
+    found, _ = zoo.online(net, TBPTT(), zoo.STEPS, carry, inputs, reset)
+    zoo.assert_close(found, zoo.bptt(net, carry, inputs, reset))
+
+
+def products_in_loops(net):
+    """The shapes of the second operands of products inside loops, of a window and its gradient."""
+    carry, inputs = zoo.batch_of(net)
+    plan = RulePlan.of(compile_step_graph(net.step, net.params, net.carry, inputs[0, 0]))
+    program, leaves = plan.program, jax.tree.leaves(net.params)
+
+    def window(carry, inputs):
+        loss = lambda window: (zoo.loss_of(window.outputs), None)  # noqa: E731
+        return program.value_and_gradient(loss, program.frontier(leaves), [carry], [inputs])[3].operators
+
+    found = []
+
+    def walk(jaxpr, inside):
+        for eqn in jaxpr.eqns:
+            if inside and eqn.primitive.name.startswith(("etp_m", "dot_general")):
+                found.append(eqn.invars[1].aval.shape)
+            for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    walk(inner, inside or eqn.primitive.name == "scan")
+
+    walk(jax.make_jaxpr(window)(carry, inputs).jaxpr, False)
+    return found
+
+
+def test_the_loops_see_the_states_share_alone():
+    found = products_in_loops(case(JOINS["input first"][0]))
+    assert len(found) >= 4
+    assert set(found) == {(zoo.UNITS, zoo.UNITS)}
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        pytest.param(case(lambda x, h: jnp.concatenate([h, 2 * h]), 2 * zoo.UNITS), id="no input"),
+        pytest.param(case(JOINS["input first"][0], dtype=jnp.bfloat16), id="short type"),
+        pytest.param(case(lambda x, h: jnp.roll(jnp.concatenate([x, h]), 1)), id="moved after joining"),
+    ],
+)
+def test_other_products_stay_whole(net):
+    assert not split(net)
+
+
+def test_products_stay_whole_on_several_devices(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    assert not split(case(JOINS["input first"][0]))
