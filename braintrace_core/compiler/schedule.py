@@ -64,6 +64,11 @@ class Operator:
     y: Var
     operands: dict[str, Var]
 
+    @property
+    def is_still(self) -> bool:
+        """Whether its result is made of parameters alone, the same at all steps of a window."""
+        return self.x is None and {v for v in self.eqn.invars if isinstance(v, Var)} <= set(self.operands.values())
+
 
 @dataclass(frozen=True, eq=False)
 class Schedule:

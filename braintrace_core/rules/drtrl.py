@@ -96,7 +96,7 @@ class DRTRL(Rule):
         carried = []
         for g, group in enumerate(plan.groups):
             between = {(a, b): _behind(traces[f"group{g}.D.{a}.{b}"], factors.D[g][a, b]) for a, b in group.entries}
-            carried.append(_products(group, between, steps))
+            carried.append(_products(group, between, steps, factors.one_D(g)))
             new.update({f"group{g}.D.{a}.{b}": factors.D[g][a, b][-1] for a, b in group.entries})
         for i, link in enumerate(plan.links):
             df = {a: _behind(traces[f"{link.name}.df.{a}"], factors.df[i][a]) for a in link.moved}
@@ -144,7 +144,11 @@ class DRTRL(Rule):
     ) -> tuple[OperandGradients, Traces]:
         plan = factors.plan
         credits, before = zip(
-            *(carry_back(group, factors.D[g], signals.groups[g]) for g, group in enumerate(plan.groups)), strict=True
+            *(
+                carry_back(group, factors.D[g], signals.groups[g], factors.one_D(g))
+                for g, group in enumerate(plan.groups)
+            ),
+            strict=True,
         )
         # What reaches the window's start came through D: it is on components that recur.
         found, new = self._around(traces, Signal(tuple(before), factors.operands, plan), factors, recurrent=True)
@@ -292,7 +296,10 @@ def _in_turn(link: Link, traces: Traces, operands: Sequence[Any], steps: int) ->
 
 
 def carry_back(
-    group: GroupPlan, between: Mapping[Pair, Array], signals: Sequence[Array]
+    group: GroupPlan,
+    between: Mapping[Pair, Array],
+    signals: Sequence[Array],
+    one: Mapping[Pair, Array] | None = None,
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """Each step's signal with those of later steps of the window, carried back to it unit by unit.
 
@@ -302,6 +309,7 @@ def carry_back(
       group: the group.
       between: ``D`` of the window.
       signals: for each component, ``(time, batch, *varshape)``.
+      one: ``D`` of every step, if all are alike.
 
     Returns:
       ``R`` for each component, and the credit ``R_1 D_1`` that reaches the states before the window.
@@ -322,7 +330,10 @@ def carry_back(
     if signals[0].shape[0] == 1:
         first = tuple(s[0] for s in signals)
         return tuple(signals), back(first, {pair: d[0] for pair, d in between.items()})
-    before, credits = lax.scan(step, zero, (tuple(signals), dict(between)), reverse=True)
+    if one is None:
+        before, credits = lax.scan(step, zero, (tuple(signals), dict(between)), reverse=True)
+    else:
+        before, credits = lax.scan(lambda later, now: step(later, (now, one)), zero, tuple(signals), reverse=True)
     return credits, before
 
 
@@ -332,11 +343,11 @@ def _behind(waiting: Array, window: Array) -> Array:
 
 
 def _products(
-    group: GroupPlan, between: Mapping[Pair, Array], steps: int
+    group: GroupPlan, between: Mapping[Pair, Array], steps: int, one: Mapping[Pair, Array] | None = None
 ) -> tuple[dict[Pair, Array], dict[Pair, Array | None]]:
     """``P = D_k ... D_1`` and, for each step, ``Q_u = D_k ... D_{u+1}``, as entries between components.
 
-    None in ``Q`` stands for one (the identity of a single step).
+    None in ``Q`` stands for one (the identity of a single step). With ``one``, all steps but the first are that.
     """
     rows = group.recurrent
     if not rows:
@@ -344,16 +355,21 @@ def _products(
     if steps == 1:
         return {(a, b): d[0] for (a, b), d in between.items() if a in rows}, {(a, a): None for a in rows}
     pattern = [(a, c) for a, c in group.closure if a in rows]
-    like = next(iter(between.values()))[0]
-    start = {(a, c): jnp.ones_like(like) if a == c else jnp.zeros_like(like) for a, c in pattern}
+
+    def start(like: Array) -> dict[Pair, Array]:
+        return {(a, c): jnp.ones_like(like) if a == c else jnp.zeros_like(like) for a, c in pattern}
 
     def step(later: dict[Pair, Array], d: Mapping[Pair, Array]) -> Any:
+        like = next(iter(d.values()))
         return {
             (a, c): total([later[a, b] * d[b, c] for b, e in group.entries if e == c and (a, b) in later], like=like)
             for a, c in pattern
         }, later
 
-    across, to_end = lax.scan(step, start, dict(between), reverse=True)
+    if one is None:
+        return lax.scan(step, start(next(iter(between.values()))[0]), dict(between), reverse=True)
+    _, to_end = lax.scan(lambda later, _: step(later, one), start(next(iter(one.values()))), length=steps, reverse=True)
+    across, _ = step({pair: q[0] for pair, q in to_end.items()}, {pair: d[0] for pair, d in between.items()})
     return across, to_end
 
 

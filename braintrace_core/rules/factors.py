@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .._compat import Var
+from .._compat import Var, open_jaxpr
+from ..compiler.jaxpr_tools import IndexedJaxpr
 from .plan import RulePlan
 from .window import WindowRecord
 
@@ -34,6 +35,7 @@ class WindowFactors:
       fine: a bool, whether the window counts: if not, the traces stay as they were. None if it does. Only for rules
         with ``minds_windows``.
       anew: a bool, whether the traces before the window are to be forgotten first. None if not. Likewise.
+      alike: ``D``, and for each group its one step if all are alike; see :meth:`one_D`.
     """
 
     x: tuple[Any, ...]
@@ -45,6 +47,7 @@ class WindowFactors:
     plan: RulePlan = field(metadata={"static": True})
     fine: Any = None
     anew: Any = None
+    alike: tuple[Any, tuple[Any, ...]] | None = None
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -55,6 +58,12 @@ class WindowFactors:
     def moving(self) -> Any:
         """All that changes in time, to be taken step by step."""
         return self.x, self.df, self.D, self.record
+
+    def one_D(self, group: int) -> dict[Pair, Array] | None:
+        """``D`` of a group once, ``(1, *varshape)``, if it is the same for all steps and examples; None if not."""
+        if self.alike is None or self.alike[0] is not self.D:  # a rule may have put another in its place
+            return None
+        return self.alike[1][group]
 
     def with_moving(self, moving: Any) -> WindowFactors:
         """The factors of one step, from one slice of :attr:`moving`."""
@@ -102,17 +111,45 @@ def window_factors(
     for link in plan.links:
         groups = [group.index for group in relations[link.relation].hidden_groups]
         df.append(by_relation[link.relation][groups.index(link.group)])
+    alike = None
     if (reset := record.reset) is not None:
         between = jax.tree.map(lambda d: forget(d, reset), between)
+    elif any(constant := plan.once("groups with one D", lambda: _groups_with_one_D(plan, one, moving))):
+        _, at_start = one([local[v][0, 0] for v in moving])
+        chosen = zip(at_start, constant, strict=True)
+        alike = between, tuple({pair: d[None] for pair, d in of.items()} if is_one else None for of, is_one in chosen)
     return WindowFactors(
         x=tuple(None if link.operator.x is None else local[link.operator.x] for link in plan.links),
         df=tuple(df),
-        D=tuple(between),
+        D=between,
         operands=plan.operands(frontier),
         frontier=[frontier[v] for v in plan.program.schedule.frontier],
         record=record,
         plan=plan,
+        alike=alike,
     )
+
+
+def _groups_with_one_D(plan: RulePlan, one: Callable[[list[Any]], Any], variables: Sequence[Var]) -> list[bool]:
+    """For each group, whether its ``D`` is made of parameters alone, the same at all steps of a window.
+
+    Args:
+      plan: the static side.
+      one: the factors of one step of one example, from values of ``variables``.
+      variables: those that are given for each step.
+    """
+    schedule = plan.program.schedule
+    moving = set(schedule.local.reads) - {*schedule.frontier, *plan.program.constants}
+    for eqn in schedule.local.eqns:
+        if any(isinstance(v, Var) and v in moving for v in eqn.invars):
+            moving.update(eqn.outvars)
+    traced, shapes = jax.make_jaxpr(one, return_shape=True)([v.aval for v in variables])
+    jaxpr, _ = open_jaxpr(traced)
+    sources = [inner for inner, v in zip(jaxpr.invars, variables, strict=True) if v in moving]
+    reached = IndexedJaxpr(jaxpr).reached(sources, range(len(jaxpr.eqns)))
+    changes = [isinstance(v, Var) and v in reached for v in jaxpr.outvars]
+    _, by_group = jax.tree.unflatten(jax.tree.structure(shapes), changes)
+    return [bool(entries) and not any(entries.values()) for entries in by_group]
 
 
 def signal_of_states(plan: RulePlan, gradients: Sequence[Any], operands: tuple[list[Any], ...]) -> Signal:

@@ -26,6 +26,7 @@ class PartRunner:
       direct: values that take the place of ``static`` wherever they are not an operator's trainable operand.
       feedback: operator index -> operands through which errors go back to its input, instead of its own.
       split: operator index -> its result but for what ``deltas`` hold of it already, from its input.
+      still: operator's result -> what to add to it, the same for all steps and examples.
     """
 
     operators: tuple[Operator, ...]
@@ -33,6 +34,7 @@ class PartRunner:
     direct: Mapping[Var, Any]
     feedback: Mapping[int, Any]
     split: Mapping[int, Callable[[Any], Any]] = field(default_factory=dict)
+    still: Mapping[Var, Array] = field(default_factory=dict)
 
     def over_batch(
         self, part: Part, batched: Mapping[Var, Any], deltas: Mapping[Var, Array], batch: int
@@ -75,6 +77,7 @@ class PartRunner:
 
     def _equation(self, terms: Mapping[Var, Any]) -> Callable[[JaxprEqn, list[Any]], list[Any]]:
         trains = {id(op.eqn): (i, op) for i, op in enumerate(self.operators)}
+        terms = {**self.still, **terms}
 
         def run(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
             index, operator = trains.get(id(eqn), (-1, None))

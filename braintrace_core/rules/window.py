@@ -26,6 +26,7 @@ from ..compiler.analysis import StepAnalysis
 from ..compiler.graph import ETraceGraph
 from ..compiler.module_info import is_differentiable
 from ..compiler.schedule import Operator, Schedule, schedule_step
+from ..ops.in_place import on_one_device
 from .ahead import split_products
 from .operators import add_to, operator_gradient
 from .parts import PartRunner, TimeLoop
@@ -71,7 +72,8 @@ class WindowGradient(NamedTuple):
     """The gradient of a scalar function of a window's outputs.
 
     Attributes:
-      operators: operator -> gradient of its result, ``(time, batch, ...)``, for those that were asked for.
+      operators: operator -> gradient of its result, ``(time, batch, ...)``, for those that were asked for. Summed over
+        time and batch, ``(1, 1, ...)``, where the result is the same at all steps and the batch is on one device.
       direct: gradients of the schedule's direct variables.
       states: gradients of the states before the window, None for those without.
       present: for each of :attr:`WindowProgram.seen_by_outputs`, what the outputs of the same step say of it,
@@ -182,7 +184,9 @@ class WindowProgram:
         steps, batch = _time_and_batch(inputs, states)
         wanted = list(range(len(self.schedule.operators))) if operators is None else list(operators)
         results = [self.schedule.operators[i].y for i in wanted]
-        deltas = [jnp.zeros((steps, batch, *y.aval.shape), y.aval.dtype) for y in results]
+        still = {i for i in wanted if self.schedule.operators[i].is_still and on_one_device()}
+        lead = [() if i in still else (steps, batch) for i in wanted]
+        deltas = [jnp.zeros((*axes, *y.aval.shape), y.aval.dtype) for axes, y in zip(lead, results, strict=True)]
         direct = tuple(frontier[v] for v in self.schedule.direct)
         moving = [i for i, v in enumerate(self.state_invars) if want_states and is_differentiable(v.aval)]
         seen = self.seen_by_outputs if want_present else []
@@ -213,7 +217,7 @@ class WindowProgram:
         for i, gradient in zip(moving, for_states, strict=True):
             gradients[i] = gradient
         gradient = WindowGradient(
-            dict(zip(wanted, for_operators, strict=True)),
+            {i: of[None, None] if i in still else of for i, of in zip(wanted, for_operators, strict=True)},
             for_direct,
             gradients,
             dict(zip(seen, for_present, strict=True)),
@@ -344,7 +348,9 @@ class WindowProgram:
     ) -> WindowResult:
         schedule, minfo = self.schedule, self.graph.module_info
         sizes = _time_and_batch(inputs, states)
-        run = PartRunner(schedule.operators, {**self.constants, **frontier}, direct, {})
+        still = {y: delta for y, delta in deltas.items() if delta.ndim == y.aval.ndim}
+        deltas = {y: delta for y, delta in deltas.items() if y not in still}
+        run = PartRunner(schedule.operators, {**self.constants, **frontier}, direct, {}, still=still)
         windowed: dict[Var, Any] = dict(zip(minfo.input_invars, inputs, strict=True))
         windowed.update(run.over_window(schedule.inputs, windowed, deltas, sizes))
         results = [v for v in minfo.jaxpr.outvars[: minfo.num_var_out] if isinstance(v, Var)]
