@@ -115,8 +115,9 @@ def window_factors(
     if (reset := record.reset) is not None:
         between = jax.tree.map(lambda d: forget(d, reset), between)
     elif any(constant := plan.once("groups with one D", lambda: _groups_with_one_D(plan, one, moving))):
-        _, at_start = one([local[v][0, 0] for v in moving])
-        chosen = zip(at_start, constant, strict=True)
+        still = plan.program.still_values(frontier)
+        _, found = one([still[v] if v in still else local[v][0, 0] for v in moving])
+        chosen = zip(found, constant, strict=True)
         alike = between, tuple({pair: d[None] for pair, d in of.items()} if is_one else None for of, is_one in chosen)
     return WindowFactors(
         x=tuple(None if link.operator.x is None else local[link.operator.x] for link in plan.links),
@@ -138,14 +139,10 @@ def _groups_with_one_D(plan: RulePlan, one: Callable[[list[Any]], Any], variable
       one: the factors of one step of one example, from values of ``variables``.
       variables: those that are given for each step.
     """
-    schedule = plan.program.schedule
-    moving = set(schedule.local.reads) - {*schedule.frontier, *plan.program.constants}
-    for eqn in schedule.local.eqns:
-        if any(isinstance(v, Var) and v in moving for v in eqn.invars):
-            moving.update(eqn.outvars)
+    still = {v for eqn in plan.program.still_equations for v in eqn.outvars}
     traced, shapes = jax.make_jaxpr(one, return_shape=True)([v.aval for v in variables])
     jaxpr, _ = open_jaxpr(traced)
-    sources = [inner for inner, v in zip(jaxpr.invars, variables, strict=True) if v in moving]
+    sources = [inner for inner, v in zip(jaxpr.invars, variables, strict=True) if v not in still]
     reached = IndexedJaxpr(jaxpr).reached(sources, range(len(jaxpr.eqns)))
     changes = [isinstance(v, Var) and v in reached for v in jaxpr.outvars]
     _, by_group = jax.tree.unflatten(jax.tree.structure(shapes), changes)

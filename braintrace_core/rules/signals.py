@@ -48,7 +48,7 @@ def whole_step_signals(
     seen = [with_term.get(v, v) for v in present]
     fixed = lambda v: v not in moving and (v in static or v in windowed)  # noqa: E731
     way, _ = open_jaxpr(indexed.part(terms, seen, fixed))
-    ran = [eqn.outvars[0] for eqn in way.eqns if is_etp(eqn.primitive) and eqn.outvars[0] in windowed]
+    ran = [v for eqn in way.eqns if is_etp(eqn.primitive) for v in eqn.outvars if {*eqn.outvars} <= {*windowed}]
     given = [v for v in way.constvars if v in windowed]
 
     def one(terms: list[Array], given_values: list[Any], results: list[Any]) -> list[Any]:
@@ -58,7 +58,7 @@ def whole_step_signals(
         def run(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
             if eqn.outvars[0] not in by_result:
                 return bind_equation(eqn, operands)
-            return [_with_result(eqn, operands, by_result[eqn.outvars[0]], moving)]
+            return _with_results(eqn, operands, [by_result[v] for v in eqn.outvars], moving)
 
         return evaluate(way, [known[v] for v in way.constvars], terms, run)
 
@@ -81,23 +81,23 @@ def _by_component(plan: RulePlan, gradients: Mapping[Var, Array]) -> Groups:
     return tuple(groups)
 
 
-def _with_result(eqn: JaxprEqn, operands: Sequence[Any], result: Any, moving: Collection[Var]) -> Any:
-    """An equation whose result is known: not computed again, but differentiated as ever."""
+def _with_results(eqn: JaxprEqn, operands: Sequence[Any], results: Any, moving: Collection[Var]) -> Any:
+    """An equation whose results are known: not computed again, but differentiated as ever."""
     places = [i for i, v in enumerate(eqn.invars) if isinstance(v, Var) and v in moving]
 
     @jax.custom_jvp
-    def known(result: Any, *moved: Any) -> Any:
-        return result
+    def known(results: Any, *moved: Any) -> Any:
+        return results
 
     @known.defjvp
     def _(primals: Any, tangents: Any) -> Any:
         def again(*moved: Any) -> Any:
             values = dict(zip(places, moved, strict=True))
-            return bind_equation(eqn, [values.get(i, operand) for i, operand in enumerate(operands)])[0]
+            return bind_equation(eqn, [values.get(i, operand) for i, operand in enumerate(operands)])
 
         return primals[0], jax.jvp(again, primals[1:], tangents[1:])[1]
 
-    return known(result, *(operands[i] for i in places))
+    return known(results, *(operands[i] for i in places))
 
 
 def past_states(

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._compat import Var, bind_equation
+from .._compat import JaxprEqn, Var, bind_equation
 from ..compiler.analysis import StepAnalysis
 from ..compiler.graph import ETraceGraph
 from ..compiler.module_info import is_differentiable
@@ -247,6 +247,25 @@ class WindowProgram:
         runner = PartRunner(self.schedule.operators, {**self.constants, **frontier}, {}, {})
         return {**windowed, **runner.over_window(self.schedule.local, windowed, {}, record.sizes)}
 
+    @cached_property
+    def still_equations(self) -> list[JaxprEqn]:
+        """The equations of the local part that are made of parameters alone."""
+        known = {*self.schedule.frontier, *self.constants}
+        found = []
+        for eqn in self.schedule.local.eqns:
+            if all(v in known for v in eqn.invars if isinstance(v, Var)):
+                found.append(eqn)
+                known.update(eqn.outvars)
+        return found
+
+    def still_values(self, frontier: Mapping[Var, Any]) -> dict[Var, Any]:
+        """Local values that are the same for all steps and examples, once."""
+        values = {**self.constants, **frontier}
+        for eqn in self.still_equations:
+            operands = [values[v] if isinstance(v, Var) else v.val for v in eqn.invars]
+            values.update(zip(eqn.outvars, bind_equation(eqn, operands), strict=True))
+        return values
+
     def operand_gradients(
         self, frontier: Mapping[Var, Any], local: Mapping[Var, Any], cotangents: Mapping[int, Array]
     ) -> dict[Var, Array]:
@@ -279,12 +298,12 @@ class WindowProgram:
 
     @cached_property
     def seen_by_outputs(self) -> list[Var]:
-        """The states after a step, and whatever else that is made of them the step's outputs see."""
+        """The hidden states after a step, and whatever else that is made of them the step's outputs see."""
         minfo, schedule = self.graph.module_info, self.schedule
         results = [v for v in minfo.jaxpr.outvars[: minfo.num_var_out] if isinstance(v, Var)]
-        states = [v for v in self.state_outvars if isinstance(v, Var)]
+        hidden = [v for group in self.graph.hidden_groups for v in group.hidden_outvars]
         made = [v for v in (*schedule.outputs.reads, *results) if self._groups_behind.get(v)]
-        return [v for v in dict.fromkeys((*states, *made)) if is_differentiable(v.aval)]
+        return [v for v in dict.fromkeys((*hidden, *made)) if is_differentiable(v.aval)]
 
     @cached_property
     def outputs_see_states_only(self) -> bool:
