@@ -70,7 +70,8 @@ etp_mv_p.batch_into = etp_mm_p.batch_into = etp_mm_p
 
 def _traces(params: dict[str, Any], operands: Sequence[Any], y: Any) -> OperatorTraces:
     lead = LEAD[: y.ndim - 1]
-    return einsum_traces(f"{lead}i,io->{lead}o", operands, "o" if params["has_bias"] else None)
+    bias = "o" if params["has_bias"] else None
+    return einsum_traces(f"{lead}i,io->{lead}o", operands, bias, params["precision"])
 
 
 etp_mv_p.traces = etp_mm_p.traces = _traces

@@ -93,7 +93,7 @@ etp_einsum_p = register_primitive("etp_einsum", _einsum, trainable={"weight": 1}
 
 def _traces(params: dict[str, Any], operands: Sequence[Any], y: Any) -> OperatorTraces:
     del y
-    return einsum_traces(params["equation"], operands)
+    return einsum_traces(params["equation"], operands, precision=params["precision"])
 
 
 etp_einsum_p.traces = _traces

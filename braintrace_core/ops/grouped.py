@@ -73,7 +73,8 @@ etp_grouped_mv_p.batch_into = etp_grouped_mm_p.batch_into = etp_grouped_mm_p
 
 def _traces(params: dict[str, Any], operands: Sequence[Any], y: Any) -> OperatorTraces:
     lead = LEAD[: y.ndim - 2]
-    return einsum_traces(f"{lead}gi,gio->{lead}go", operands, "go" if params["has_bias"] else None)
+    bias = "go" if params["has_bias"] else None
+    return einsum_traces(f"{lead}gi,gio->{lead}go", operands, bias, params["precision"])
 
 
 etp_grouped_mv_p.traces = etp_grouped_mm_p.traces = _traces

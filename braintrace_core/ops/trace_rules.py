@@ -87,10 +87,16 @@ class EinsumTrace(TraceRule):
       sizes: the size of each letter.
       dtype: the dtype of ``theta``.
       prepare: applied to the window's ``x`` first (patches of a convolution, for one).
+      precision: of the operator's own product.
     """
 
     def __init__(
-        self, equation: str, sizes: Mapping[str, int], dtype: Any, prepare: Callable[[Any], Any] | None = None
+        self,
+        equation: str,
+        sizes: Mapping[str, int],
+        dtype: Any,
+        prepare: Callable[[Any], Any] | None = None,
+        precision: Any = None,
     ):
         operands, self.y = equation.split("->")
         self.dtype = jnp.dtype(dtype)
@@ -99,7 +105,7 @@ class EinsumTrace(TraceRule):
         self.letters = "".join(letter for letter in self.y if letter not in self.theta) + self.theta
         self.shape = tuple(sizes[letter] for letter in self.letters)
         self.size = int(np.prod(self.shape))
-        self.prepare = prepare
+        self.prepare, self.precision = prepare, precision
         unused = [letter for letter in _ALPHABET if letter not in set(self.x + self.theta + self.y)]
         self.time, self.batch = unused[:2]
 
@@ -138,10 +144,31 @@ class EinsumTrace(TraceRule):
         return value if self.is_complex else jnp.real(value)
 
     def gradient(self, x: Any, cotangent: Array) -> Array | None:
-        if self.x or not self.theta or self.y != self.theta:
+        if not self.x and self.theta and self.y == self.theta:
+            return self._real(sum_over_steps(cotangent))
+        if not self.x or self.prepare is not None or not (x.dtype == cotangent.dtype == self.dtype):
             return None
-        total = sum_over_steps(cotangent)
-        return total if self.is_complex else jnp.real(total)
+        return self._product_over_steps(x, cotangent)
+
+    def _product_over_steps(self, x: Array, cotangent: Array) -> Array:
+        """The gradient of ``theta``: time, batch and what ``theta`` lacks are summed over.
+
+        The derivative of the operator's product would come out transposed, for which XLA's CPU backend transposes the
+        cotangent; and an einsum sums over axes in an order of its own, for which it transposes both.
+        """
+        shared = [letter for letter in self.x if letter in self.y]
+        kept = [letter for letter in shared if letter in self.theta]
+        summed = [letter for letter in shared if letter not in self.theta]
+
+        def places(letters: list[str], axes: str) -> list[int]:
+            return [2 + axes.index(letter) for letter in letters]
+
+        contracting = [0, 1, *places(summed, self.x)], [0, 1, *places(summed, self.y)]
+        dimensions = contracting, (places(kept, self.x), places(kept, self.y))
+        found = lax.dot_general(x, cotangent, dimensions, precision=self.precision)
+        rest = [letter for axes in (self.x, self.y) for letter in axes if letter not in shared]
+        order = [*kept, *rest]
+        return found.transpose(*map(order.index, self.theta))
 
     def align(self, value: Array) -> Array:
         return self._lined_up(value, self.y)
@@ -285,13 +312,16 @@ def traces_of(primitive: ETPPrimitive, params: Mapping[str, Any], operands: Sequ
     return _jacobian_traces(primitive, params, operands, y) if found is None else found
 
 
-def einsum_traces(equation: str, operands: Sequence[Any], bias: str | None = None) -> OperatorTraces:
+def einsum_traces(
+    equation: str, operands: Sequence[Any], bias: str | None = None, precision: Any = None
+) -> OperatorTraces:
     """The traces of ``einsum(equation, x, weight) + bias``.
 
     Args:
       equation: with explicit output.
       operands: ``x``, ``weight`` and, if it has one, the bias.
       bias: the axes of ``y`` that the bias has; None if there is none.
+      precision: of the product.
     """
     inputs, y = equation.split("->")
     sizes = {
@@ -299,7 +329,7 @@ def einsum_traces(equation: str, operands: Sequence[Any], bias: str | None = Non
         for letters, operand in zip(inputs.split(","), operands, strict=False)
         for letter, size in zip(letters, operand.shape, strict=True)
     }
-    rules: dict[str, TraceRule] = {"weight": EinsumTrace(equation, sizes, operands[1].dtype)}
+    rules: dict[str, TraceRule] = {"weight": EinsumTrace(equation, sizes, operands[1].dtype, precision=precision)}
     if bias is not None:
         rules["bias"] = EinsumTrace(f",{bias}->{y}", sizes, operands[2].dtype)
     return OperatorTraces(rules)

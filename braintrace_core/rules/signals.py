@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from jax import Array, lax
 from .._compat import JaxprEqn, Var, bind_equation, open_jaxpr
 from ..compiler.jaxpr_tools import IndexedJaxpr, evaluate
 from ..ops import is_etp
+from .ahead import split_products
 from .plan import RulePlan
 from .window import WindowRecord, WindowResult
 
@@ -50,6 +51,9 @@ def whole_step_signals(
     way, _ = open_jaxpr(indexed.part(terms, seen, fixed))
     ran = [v for eqn in way.eqns if is_etp(eqn.primitive) for v in eqn.outvars if {*eqn.outvars} <= {*windowed}]
     given = [v for v in way.constvars if v in windowed]
+    resting = windowed.keys() - moving - with_term.keys()
+    split = split_products(program.schedule, resting, record.sizes[0])
+    split_by_result = {product.operator.y: product for product in split.values()}
 
     def one(terms: list[Array], given_values: list[Any], results: list[Any]) -> list[Any]:
         known = {**static, **dict(zip(given, given_values, strict=True))}
@@ -58,7 +62,16 @@ def whole_step_signals(
         def run(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
             if eqn.outvars[0] not in by_result:
                 return bind_equation(eqn, operands)
-            return _with_results(eqn, operands, [by_result[v] for v in eqn.outvars], moving)
+            if product := split_by_result.get(eqn.outvars[0]):  # what is beside the moving states need not be asked
+                share = product.in_the_loop(operands)
+                return _known_results([by_result[eqn.outvars[0]]], lambda x: [share(x)], [operands[0]])
+            places = [i for i, v in enumerate(eqn.invars) if isinstance(v, Var) and v in moving]
+
+            def again(*moved: Any) -> list[Any]:
+                values = dict(zip(places, moved, strict=True))
+                return bind_equation(eqn, [values.get(i, operand) for i, operand in enumerate(operands)])
+
+            return _known_results([by_result[v] for v in eqn.outvars], again, [operands[i] for i in places])
 
         return evaluate(way, [known[v] for v in way.constvars], terms, run)
 
@@ -81,23 +94,18 @@ def _by_component(plan: RulePlan, gradients: Mapping[Var, Array]) -> Groups:
     return tuple(groups)
 
 
-def _with_results(eqn: JaxprEqn, operands: Sequence[Any], results: Any, moving: Collection[Var]) -> Any:
-    """An equation whose results are known: not computed again, but differentiated as ever."""
-    places = [i for i, v in enumerate(eqn.invars) if isinstance(v, Var) and v in moving]
+def _known_results(results: list[Any], function: Callable[..., list[Any]], arguments: Sequence[Any]) -> Any:
+    """``results``, which are known, but differentiated as those of a function of some arguments."""
 
     @jax.custom_jvp
-    def known(results: Any, *moved: Any) -> Any:
+    def known(results: Any, *arguments: Any) -> Any:
         return results
 
     @known.defjvp
     def _(primals: Any, tangents: Any) -> Any:
-        def again(*moved: Any) -> Any:
-            values = dict(zip(places, moved, strict=True))
-            return bind_equation(eqn, [values.get(i, operand) for i, operand in enumerate(operands)])
+        return primals[0], jax.jvp(function, primals[1:], tangents[1:])[1]
 
-        return primals[0], jax.jvp(again, primals[1:], tangents[1:])[1]
-
-    return known(results, *(operands[i] for i in places))
+    return known(results, *arguments)
 
 
 def past_states(

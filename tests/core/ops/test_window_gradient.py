@@ -1,0 +1,60 @@
+"""The gradient of a weight over a whole window is one product, and the same as by differentiation."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from braintrace_core.ops import einsum, grouped_matmul, matmul
+from braintrace_core.ops.trace_rules import traces_of
+
+TIME, BATCH = 4, 3
+OPERATORS = {
+    "vector": (matmul, (3,), (3, 5)),
+    "leading axis": (matmul, (2, 3), (3, 5)),
+    "grouped": (grouped_matmul, (2, 3), (2, 3, 5)),
+    "weight in another order": (lambda x, w: einsum("ai,oia->oa", x, w), (2, 3), (5, 3, 2)),
+    "scaled": (lambda x, w: einsum("i,i->i", x, w), (3,), (3,)),
+}
+
+
+def random(seed, shape, dtype):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def window(name, dtype, precision=None):
+    """The operator's traces, a window's input and cotangent, and the weight."""
+    operator, x_shape, w_shape = OPERATORS[name]
+    weight, x = random(0, w_shape, dtype), random(1, (TIME, BATCH, *x_shape), dtype)
+    (eqn,) = jax.make_jaxpr(operator)(x[0, 0], weight).jaxpr.eqns
+    y = eqn.outvars[0].aval
+    traces = traces_of(eqn.primitive, {**eqn.params, "precision": precision}, [x[0, 0], weight], y)
+    return traces, x, random(2, (TIME, BATCH, *y.shape), dtype), weight
+
+
+@pytest.mark.parametrize("dtype", [jnp.float64, jnp.complex128])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_it_is_that_of_differentiation(name, dtype):
+    traces, x, cotangent, weight = window(name, dtype)
+    over_window = jax.vmap(jax.vmap(OPERATORS[name][0], (0, None)), (0, None))
+    _, pull_back = jax.vjp(lambda w: over_window(x, w), weight)
+    np.testing.assert_allclose(traces.gradients(x, cotangent)["weight"], pull_back(cotangent)[0], rtol=1e-12)
+
+
+def test_mixed_types_are_left_to_differentiation():
+    traces, x, cotangent, _ = window("vector", jnp.float32)
+    assert "weight" not in traces.gradients(x.astype(jnp.bfloat16), cotangent)
+
+
+def test_the_operators_precision_is_kept():
+    traces, x, cotangent, _ = window("vector", jnp.float32, jax.lax.Precision.HIGHEST)
+    assert "HIGHEST" in str(jax.make_jaxpr(traces.gradients)(x, cotangent))
+
+
+def test_the_cotangent_is_not_transposed():
+    traces, x, cotangent, _ = window("vector", jnp.float64)
+    text = jax.jit(lambda x, c: traces.gradients(x, jnp.tanh(c))).lower(x, cotangent).compile().as_text()
+    assert not re.findall(r"= f64\[\d+,\d+,\d+\]\S* transpose\(%tanh", text)
+    assert "rhs_contracting_dims={0}" in text
