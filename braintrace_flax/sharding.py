@@ -125,7 +125,7 @@ def gathered(model: Model, params: Any, batch_axes: Sequence[str] = BATCH_AXES) 
 def _dtypes_in_use(model: Model) -> list[Any]:
     """The dtype in which each parameter is used: that which all its readers cast it to, if they do, or its own."""
     schedule = model.plan.program.schedule
-    parts = (schedule.inputs, schedule.recurrence, schedule.outputs, schedule.local)
+    parts = (schedule.next_states, schedule.outputs, schedule.local)
     read = {v for part in parts for v in part.reads} | {v for op in schedule.operators for v in op.operands.values()}
     found = []
     for v in model.graph.module_info.weight_invars:

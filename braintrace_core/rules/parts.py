@@ -25,7 +25,7 @@ class PartRunner:
       static: values that are the same for all steps and examples.
       direct: values that take the place of ``static`` wherever they are not an operator's trainable operand.
       feedback: operator index -> operands through which errors go back to its input, instead of its own.
-      split: operator index -> its result but for what ``deltas`` hold of it already, from its input.
+      products: operator index -> its result but for what ``deltas`` hold of it already, from its input.
       still: operator's result -> what to add to it, the same for all steps and examples.
     """
 
@@ -33,7 +33,7 @@ class PartRunner:
     static: Mapping[Var, Any]
     direct: Mapping[Var, Any]
     feedback: Mapping[int, Any]
-    split: Mapping[int, Callable[[Any], Any]] = field(default_factory=dict)
+    products: Mapping[int, Callable[[Any], Any]] = field(default_factory=dict)
     still: Mapping[Var, Array] = field(default_factory=dict)
 
     def over_batch(
@@ -88,8 +88,8 @@ class PartRunner:
                     self.static[v] if isinstance(v, Var) and v in kept else value
                     for v, value in zip(eqn.invars, operands, strict=True)
                 ]
-            if index in self.split:
-                results = [self.split[index](operands[eqn.primitive.x_index])]
+            if index in self.products:
+                results = [self.products[index](operands[eqn.primitive.x_index])]
             else:
                 results = bind_equation(eqn, operands)
             if index in self.feedback:

@@ -12,8 +12,8 @@ from jax import Array, lax
 from .._compat import JaxprEqn, Var, bind_equation, open_jaxpr
 from ..compiler.jaxpr_tools import IndexedJaxpr, evaluate
 from ..ops import is_etp
-from .ahead import split_products
 from .plan import RulePlan
+from .products import loop_products
 from .window import WindowRecord, WindowResult
 
 __all__ = ["modulated", "past_states", "present_signals", "whole_step_signals"]
@@ -52,8 +52,9 @@ def whole_step_signals(
     ran = [v for eqn in way.eqns if is_etp(eqn.primitive) for v in eqn.outvars if {*eqn.outvars} <= {*windowed}]
     given = [v for v in way.constvars if v in windowed]
     resting = windowed.keys() - moving - with_term.keys()
-    split = split_products(program.schedule, resting, record.sizes[0])
-    split_by_result = {product.operator.y: product for product in split.values()}
+    schedule = program.schedule
+    products = loop_products(schedule.operators, schedule.next_states, resting, record.sizes[0]).values()
+    split = {product.operator.y: product for product in products if product.known}
 
     def one(terms: list[Array], given_values: list[Any], results: list[Any]) -> list[Any]:
         known = {**static, **dict(zip(given, given_values, strict=True))}
@@ -62,7 +63,7 @@ def whole_step_signals(
         def run(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
             if eqn.outvars[0] not in by_result:
                 return bind_equation(eqn, operands)
-            if product := split_by_result.get(eqn.outvars[0]):  # what is beside the moving states need not be asked
+            if product := split.get(eqn.outvars[0]):  # what is beside the moving states need not be asked
                 share = product.in_the_loop(operands)
                 return _known_results([by_result[eqn.outvars[0]]], lambda x: [share(x)], [operands[0]])
             places = [i for i, v in enumerate(eqn.invars) if isinstance(v, Var) and v in moving]

@@ -19,17 +19,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from .._compat import JaxprEqn, Var, bind_equation
 from ..compiler.analysis import StepAnalysis
 from ..compiler.graph import ETraceGraph
 from ..compiler.module_info import is_differentiable
-from ..compiler.schedule import Operator, Schedule, schedule_step
+from ..compiler.schedule import Operator, Schedule, Stage, schedule_step
 from ..ops.in_place import on_one_device
-from .ahead import split_products
 from .operators import add_to, operator_gradient
 from .parts import PartRunner, TimeLoop
+from .products import loop_products
 
 __all__ = ["WindowGradient", "WindowProgram", "WindowRecord", "WindowResult"]
 
@@ -323,7 +323,7 @@ class WindowProgram:
         """For what is made before the outputs, the hidden groups whose states after the step it is made of."""
         schedule = self.schedule
         found = {v: {group.index} for group in self.graph.hidden_groups for v in group.hidden_outvars}
-        for eqn in (*schedule.inputs.eqns, *schedule.recurrence.eqns):
+        for eqn in schedule.next_states.eqns:
             groups = set().union(*(found.get(v, set()) for v in eqn.invars if isinstance(v, Var)))
             for v in eqn.outvars:
                 found[v] = found.get(v, set()) | groups
@@ -371,25 +371,51 @@ class WindowProgram:
         deltas = {y: delta for y, delta in deltas.items() if y not in still}
         run = PartRunner(schedule.operators, {**self.constants, **frontier}, direct, {}, still=still)
         windowed: dict[Var, Any] = dict(zip(minfo.input_invars, inputs, strict=True))
-        windowed.update(run.over_window(schedule.inputs, windowed, deltas, sizes))
-        results = [v for v in minfo.jaxpr.outvars[: minfo.num_var_out] if isinstance(v, Var)]
-        needed = {*schedule.outputs.reads, *schedule.recorded, *results}
-        inside = run
-        for i, product in split_products(schedule, windowed.keys(), sizes[0]).items():
-            operands = self.operand_values(product.operator, frontier)
-            inside = replace(inside, split={**inside.split, i: product.in_the_loop(operands)})
-            y, share = product.operator.y, product.for_all_steps(windowed, operands)
-            deltas = {**deltas, y: deltas[y] + share if y in deltas else share}
-        before, after = self.state_invars, self.state_outvars
-        loop = TimeLoop(schedule.recurrence, inside, before, after, needed, deltas, reset, initial)
-        states, made = loop.run(states, windowed, sizes)
-        windowed.update(made)
+        states = list(states)
+        for stage in schedule.stages:
+            windowed.update(run.over_window(stage.ahead, windowed, deltas, sizes))
+            loop = self._loop(stage, run, frontier, windowed, deltas, sizes[0], reset, initial)
+            after, made = loop.run([states[k] for k in stage.states], windowed, sizes)
+            windowed.update(made)
+            for k, state in zip(stage.states, after, strict=True):
+                states[k] = state
         seen = {**windowed, **{v: windowed[v] + term for v, term in present.items() if v in windowed}}
         run = replace(run, feedback=feedback)
         seen.update(run.over_window(schedule.outputs, seen, deltas, sizes))
         outputs = [run.stacked(v, seen, sizes) for v in minfo.jaxpr.outvars[: minfo.num_var_out]]
-        values = tuple(lax.stop_gradient(windowed[v] if v in windowed else seen[v]) for v in schedule.recorded)
+        values = tuple(windowed[v] if v in windowed else seen[v] for v in schedule.recorded)
         return WindowResult(outputs, states, WindowRecord(tuple(inputs), values, reset))
+
+    def _loop(
+        self,
+        stage: Stage,
+        run: PartRunner,
+        frontier: Mapping[Var, Any],
+        windowed: Mapping[Var, Any],
+        deltas: Mapping[Var, Array],
+        steps: int,
+        reset: Any,
+        initial: Sequence[Any] | None,
+    ) -> TimeLoop:
+        """The loop of a stage; what its products make of known values is made here, for all steps at once."""
+        deltas = dict(deltas)
+        for i, product in loop_products(self.schedule.operators, stage.loop, windowed.keys(), steps).items():
+            operands = self.operand_values(product.operator, frontier)
+            run = replace(run, products={**run.products, i: product.in_the_loop(operands, steps)})
+            if product.known:
+                y, share = product.operator.y, product.for_all_steps(windowed, operands)
+                deltas[y] = deltas[y] + share if y in deltas else share
+        before, after = ([of[k] for k in stage.states] for of in (self.state_invars, self.state_outvars))
+        start = None if initial is None else [initial[k] for k in stage.states]
+        return TimeLoop(stage.loop, run, before, after, self._read_after_loops, deltas, reset, start)
+
+    @cached_property
+    def _read_after_loops(self) -> set[Var]:
+        """What may be needed of every step of a loop once it has run."""
+        schedule, minfo = self.schedule, self.graph.module_info
+        results = [v for v in minfo.jaxpr.outvars[: minfo.num_var_out] if isinstance(v, Var)]
+        later = [v for stage in schedule.stages[1:] for part in (stage.ahead, stage.loop) for v in part.reads]
+        return {*schedule.outputs.reads, *schedule.recorded, *results, *later}
 
 
 def _time_and_batch(inputs: Sequence[Any], states: Sequence[Any]) -> tuple[int, int]:

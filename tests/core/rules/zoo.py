@@ -219,22 +219,24 @@ def loss_of(outputs: list[Any]) -> Any:
     return sum(jnp.sum(jnp.sin(jnp.real(o))) for o in outputs)
 
 
+def sequence_loss(case: Case, params: Any, carry: Any, inputs: Any, reset: Any = None) -> Any:
+    """The loss of a whole sequence, by the loop that defines it."""
+
+    def step(state: Any, now: Any) -> Any:
+        x, fresh = now
+        if fresh is not None:
+            state = jax.tree.map(
+                lambda a, b: jnp.where(fresh.reshape(-1, *[1] * (a.ndim - 1)), b[None], a), state, case.carry
+            )
+        state, y = jax.vmap(lambda c, x: case.step(params, c, x))(state, x)
+        return state, loss_of(jax.tree.leaves(y))
+
+    return jax.lax.scan(step, carry, (inputs, reset))[1].sum()
+
+
 def bptt(case: Case, carry: Any, inputs: Any, reset: Any = None) -> Any:
-    """The gradient of the whole sequence, by differentiating the loop that defines it."""
-
-    def total(params: Any) -> Any:
-        def step(state: Any, now: Any) -> Any:
-            x, fresh = now
-            if fresh is not None:
-                state = jax.tree.map(
-                    lambda a, b: jnp.where(fresh.reshape(-1, *[1] * (a.ndim - 1)), b[None], a), state, case.carry
-                )
-            state, y = jax.vmap(lambda c, x: case.step(params, c, x))(state, x)
-            return state, loss_of(jax.tree.leaves(y))
-
-        return jax.lax.scan(step, carry, (inputs, reset))[1].sum()
-
-    return hurried(jax.grad(total))(case.params)
+    """The gradient of the whole sequence, by differentiating that loop."""
+    return hurried(jax.grad(lambda params: sequence_loss(case, params, carry, inputs, reset)))(case.params)
 
 
 def fresh(rule: Any, plan: RulePlan, dtype: Any = None) -> Any:

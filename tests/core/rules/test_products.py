@@ -1,12 +1,16 @@
-"""Products of inputs and states side by side are split: the inputs' share is made for all steps at once."""
+"""Products inside the loop over time: the inputs' share of one is made for all steps at once, and errors go back
+through a transposed copy of its weight.
+"""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from braintrace_core import compile_step_graph
-from braintrace_core.rules import TBPTT, RulePlan
-from braintrace_core.rules.ahead import split_products
+from braintrace_core.rules import DRTRL, TBPTT, RulePlan, online_gradient
+from braintrace_core.rules.products import loop_products
 from tests.core.rules import zoo
 
 WIDE = zoo.FEATURES + zoo.UNITS
@@ -35,8 +39,10 @@ def split(case):
     """The places of what is split off, for each operator."""
     x = jnp.zeros((zoo.FEATURES,), case.carry.dtype)
     program = RulePlan.of(compile_step_graph(case.step, case.params, case.carry, x)).program
-    known = [*program.graph.module_info.input_invars, *program.schedule.inputs.writes]
-    return [product.ahead for product in split_products(program.schedule, known, zoo.STEPS).values()]
+    schedule, (stage,) = program.schedule, program.schedule.stages
+    known = [*program.graph.module_info.input_invars, *stage.ahead.writes]
+    products = loop_products(schedule.operators, stage.loop, known, zoo.STEPS).values()
+    return [product.ahead for product in products if product.known]
 
 
 JOINS = {
@@ -60,7 +66,7 @@ def test_the_gradient_is_that_of_the_loop(name, bias):
 
 
 def products_in_loops(net):
-    """The shapes of the second operands of products inside loops, of a window and its gradient."""
+    """The products inside loops, of a window and its gradient."""
     carry, inputs = zoo.batch_of(net)
     plan = RulePlan.of(compile_step_graph(net.step, net.params, net.carry, inputs[0, 0]))
     program, leaves = plan.program, jax.tree.leaves(net.params)
@@ -74,7 +80,7 @@ def products_in_loops(net):
     def walk(jaxpr, inside):
         for eqn in jaxpr.eqns:
             if inside and eqn.primitive.name.startswith(("etp_m", "dot_general")):
-                found.append(eqn.invars[1].aval.shape)
+                found.append(eqn)
             for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
@@ -85,9 +91,42 @@ def products_in_loops(net):
 
 
 def test_the_loops_see_the_states_share_alone():
-    found = products_in_loops(case(JOINS["input first"][0]))
+    found = [eqn.invars[1].aval.shape for eqn in products_in_loops(case(JOINS["input first"][0]))]
     assert len(found) >= 4
     assert set(found) == {(zoo.UNITS, zoo.UNITS)}
+
+
+def test_errors_go_back_without_a_transposition_in_the_loop():
+    found = products_in_loops(case(JOINS["input first"][0]))
+    back = [eqn.params["dimension_numbers"][0] for eqn in found if eqn.primitive.name == "dot_general"]
+    assert len(back) == 2
+    assert all(of_weight == (0,) for _, of_weight in back)  # its rows are summed over, as they lie
+
+
+@pytest.mark.parametrize("steps", [zoo.STEPS, 3])  # with the copy, and below what it is worth
+def test_gradients_can_be_differentiated_once_more(steps):
+    """A step of learning is a function of the parameters like any other: its own derivative is not cut off."""
+    net = case(JOINS["input first"][0])
+    carry, inputs = zoo.batch_of(net)
+    inputs = inputs[:steps]
+    plan = RulePlan.of(compile_step_graph(net.step, net.params, net.carry, inputs[0, 0]))
+    tree = jax.tree.structure(net.params)
+
+    def ours(params):
+        loss = lambda window: (zoo.loss_of(window.outputs), None)  # noqa: E731
+        traces = zoo.fresh(DRTRL(), plan, None)
+        found = online_gradient(plan, DRTRL(), loss, jax.tree.leaves(params), [carry], traces, [inputs])
+        return jax.tree.unflatten(tree, found.gradients)
+
+    def learnt(gradient, scale):
+        params = jax.tree.map(lambda leaf: leaf * scale, net.params)
+        moved = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient(params))
+        return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(moved))
+
+    by_loop = jax.grad(lambda params: zoo.sequence_loss(net, params, carry, inputs))
+    for derivative in (jax.grad, jax.jacfwd):
+        found, expected = (derivative(partial(learnt, gradient))(1.3) for gradient in (ours, by_loop))
+        zoo.assert_close(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,143 @@
+"""Products inside the loop over time, as small as they can be.
+
+- ``concatenate([x, h]) @ w`` is ``x @ w[:n] + h @ w[n:]``, and the first product needs no state: it is made for all
+  steps of a window at once. The loop is left with the second, forward and on the way back.
+- On the way back errors meet the weights transposed, which are laid out so once a window, not at each of its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.custom_derivatives import SymbolicZero
+
+from .._compat import JaxprEqn, Var
+from ..compiler.schedule import Operator, Part
+from ..ops import etp_mm_p, etp_mv_p
+from ..ops.in_place import on_one_device
+
+__all__ = ["LoopProduct", "loop_products"]
+
+
+@dataclass(frozen=True, eq=False)
+class LoopProduct:
+    """A product with parameters inside the loop over time.
+
+    Attributes:
+      operator: the operator.
+      known: the pieces of its input that need no state, if there are others beside them.
+      ahead, left: the places of those pieces in its input, and of the others.
+    """
+
+    operator: Operator
+    known: tuple[Var, ...] = ()
+    ahead: tuple[slice, ...] = ()
+    left: tuple[slice, ...] = (slice(None),)
+
+    def for_all_steps(self, windowed: Mapping[Var, Any], operands: Sequence[Any]) -> Array:
+        """Its share of the result that needs no state, ``(time, batch, ...)``, bias included."""
+        eqn, (_, weight, *bias) = self.operator.eqn, operands
+        rows = _joined([weight[place] for place in self.ahead], 0)
+
+        def one(pieces: list[Any]) -> Any:
+            return eqn.primitive.bind(_joined(pieces, -1), rows, *bias, **eqn.params)
+
+        return jax.vmap(jax.vmap(one))([windowed[v] for v in self.known])
+
+    def in_the_loop(self, operands: Sequence[Any], steps: int = 1) -> Callable[[Any], Array]:
+        """What is left of its result, from its whole input, for a loop of so many steps."""
+        eqn, (_, weight, *bias) = self.operator.eqn, operands
+        bias = [] if self.known else bias
+        params = {**eqn.params, "has_bias": bool(bias)}
+        rows = _joined([weight[place] for place in self.left], 0)
+        product: Callable[..., Array] = partial(eqn.primitive.bind, **params)
+        if steps >= _STEPS_WORTH_A_COPY:
+            product = _with_way_back(product, rows, params["precision"], params["preferred_element_type"])
+        return lambda x: product(_joined([x[..., place] for place in self.left], -1), rows, *bias)
+
+
+def loop_products(
+    operators: Sequence[Operator], part: Part, known: Collection[Var], steps: int
+) -> dict[int, LoopProduct]:
+    """The products in a part that is run step by step, by operator, where ``known`` variables need no state of it.
+
+    None on several devices: a weight's rows may be divided among them.
+    """
+    if steps == 1 or not on_one_device():
+        return {}
+    makers = {v: eqn for eqn in part.eqns for v in eqn.outvars}
+    return {
+        i: _split(operator, makers.get(operator.x), known)
+        for i, operator in enumerate(operators)
+        if operator.y in makers and _is_product(operator)
+    }
+
+
+def _is_product(operator: Operator) -> bool:
+    """Whether the operator is a product of its input with parameters."""
+    eqn = operator.eqn
+    is_plain = eqn.primitive in (etp_mv_p, etp_mm_p) and not eqn.params.get("vmapped")
+    return is_plain and operator.x is not None and len(operator.operands) == len(eqn.invars) - 1
+
+
+def _split(operator: Operator, joining: JaxprEqn | None, known: Collection[Var]) -> LoopProduct:
+    """The product in two, if ``joining`` put known pieces of its input and others side by side.
+
+    Not in short types, where a sum of two results is not as good as one.
+    """
+    if (
+        joining is None
+        or joining.primitive is not lax.concatenate_p
+        or joining.params["dimension"] != operator.x.aval.ndim - 1
+        or operator.y.aval.dtype.itemsize < 4
+    ):
+        return LoopProduct(operator)
+    ends = np.cumsum([piece.aval.shape[-1] for piece in joining.invars]).tolist()
+    places = list(zip(joining.invars, map(slice, [0, *ends], ends), strict=True))
+    ahead = {v: place for v, place in places if isinstance(v, Var) and v in known}
+    left = [place for v, place in places if not (isinstance(v, Var) and v in known)]
+    if not ahead or not left:
+        return LoopProduct(operator)
+    return LoopProduct(operator, tuple(ahead), tuple(ahead.values()), tuple(left))
+
+
+def _with_way_back(
+    product: Callable[..., Array], weight: Array, precision: Any, preferred_element_type: Any
+) -> Callable[..., Array]:
+    """``product(x, weight, ...)``, whose errors go back to ``x`` through a transposed copy of the weight."""
+    transposed = lax.platform_dependent(
+        weight, cpu=lambda weight: lax.optimization_barrier(weight.T), default=lambda weight: weight.T
+    )
+
+    @jax.custom_jvp
+    def by_copy(transposed: Array, x: Array, *operands: Array) -> Array:
+        return product(x, *operands)
+
+    def jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+        (transposed, x, *_), (_, moved, *others) = primals, tangents
+        if all(isinstance(tangent, SymbolicZero) for tangent in others):
+            contract = (((x.ndim - 1,), (1,)), ((), ()))
+            kinds = {"precision": precision, "preferred_element_type": preferred_element_type}
+            return product(*primals[1:]), lax.dot_general(moved, transposed, contract, **kinds)
+        moves = [
+            jnp.zeros_like(primal) if isinstance(tangent, SymbolicZero) else tangent
+            for primal, tangent in zip(primals[1:], tangents[1:], strict=True)
+        ]
+        return jax.jvp(product, primals[1:], moves)
+
+    by_copy.defjvp(jvp, symbolic_zeros=True)
+    return partial(by_copy, transposed)
+
+
+def _joined(pieces: Sequence[Any], axis: int) -> Any:
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis)
+
+
+_STEPS_WORTH_A_COPY = 4
