@@ -17,6 +17,7 @@ from .diagnostics import Path, Recorder
 from .inline import inline_calls
 from .lift import lift_operators
 from .module_info import ModuleInfo, TracedStep, is_differentiable
+from .repeats import merge_repeats
 
 __all__ = ["extract_module_info", "extract_step_info"]
 
@@ -111,7 +112,7 @@ def _trace(
         for i, state in enumerate(_leaf_owners(compiled))
         if isinstance(state, brainstate.ParamState)
     }
-    closed = inline_calls(closed, parameters, control_flow or ControlFlowPolicy(), recorder)
+    closed = merge_repeats(inline_calls(closed, parameters, control_flow or ControlFlowPolicy(), recorder))
     if lift:
         closed = lift_operators(closed, parameters, _hidden_outputs(closed, compiled), recorder)
     closed = _with_distinct_outputs(closed, _hidden_outputs(closed, compiled))
