@@ -70,7 +70,8 @@ def add_in_place(kept: Array, terms: Any, add: Callable[[Array, Any], Array], to
 
     if count == 1:
         return add_some(kept, terms, 1)
-    if not _is_worth_it(kept) or (count > _IN_ONE_PASS and kept.nbytes > _MOST_IN_CACHE):
+    most = _IN_ONE_PASS if kept.nbytes > _MOST_IN_CACHE else _MOST_IN_PASSES
+    if not _is_worth_it(kept) or count > most:
         return together(kept, terms)
 
     def in_passes(kept: Array, terms: Any) -> Array:
@@ -155,3 +156,4 @@ _MOST_IN_CACHE = 1 << 25  # bytes; beyond, several passes are slower than one pr
 _LARGE_IN_TURN = 1 << 15  # numbers of one example; below, taking turns costs more than it spares
 _MOST_COPIED = 1 << 23  # bytes of several arrays; below, a copy of one of them is quicker than taking turns
 _IN_ONE_PASS = 8  # terms; of more at once, the sum does not fit the registers
+_MOST_IN_PASSES = 16  # terms; for more, one product of all terms is quicker than its passes

@@ -42,7 +42,8 @@ def example_by_example(in_passes, monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 9, 16, 17, 25])
-def test_any_number_of_terms_is_added(count):
+def test_any_number_of_terms_is_added(count, monkeypatch):
+    monkeypatch.setattr(in_place, "_MOST_IN_PASSES", 25)
     kept = jax.random.normal(jax.random.key(0), (128, 128))
     terms = jax.random.normal(jax.random.key(1), (count, 128))
     found = jax.jit(
@@ -53,8 +54,10 @@ def test_any_number_of_terms_is_added(count):
     np.testing.assert_allclose(found, kept + terms.sum(0)[None], rtol=1e-9)
 
 
-def test_what_is_small_is_left_to_the_compiler():
-    found = in_place.add_in_place(jnp.zeros(3), jnp.ones((4, 3)), lambda kept, term: jnp.nan, lambda kept, terms: kept)
+@pytest.mark.parametrize(("size", "count"), [(3, 4), (1 << 14, 17)])
+def test_what_is_small_or_added_to_often_is_left_to_the_compiler(size, count):
+    kept, terms = jnp.zeros(size), jnp.ones((count, size))
+    found = in_place.add_in_place(kept, terms, lambda kept, term: jnp.nan, lambda kept, terms: kept)
     assert not found.any()
 
 
