@@ -140,4 +140,4 @@ def _joined(pieces: Sequence[Any], axis: int) -> Any:
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis)
 
 
-_STEPS_WORTH_A_COPY = 4
+_STEPS_WORTH_A_COPY = 4  # for fewer, laying out a copy takes longer than it spares

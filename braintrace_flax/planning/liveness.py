@@ -143,22 +143,22 @@ class _Simulation:
     def _in_turn(self, stored: set[Any]) -> int:
         """What results need that take the places of one another's arguments, and so cannot all be written in place.
 
-        One of two is copied; of these copies about a third are alive at once, as the TPU's compiler has it.
+        All of them but one are copied first, and the copies of two such sets are alive at once, as the TPU's compiler
+        has it.
         """
         place = {v: i for i, v in enumerate(self.arguments)}
         behind: dict[Any, set[int]] = {v: {i} for v, i in place.items()}
         for step in self.steps:
             found = set().union(*(behind.get(v, set()) for v in step.operands))
             behind.update((v, set() if v in stored else found) for v in step.results)
-        most = everything = 0
+        copies: dict[frozenset[int], int] = {}
         for i, v in enumerate(self.places[: len(self.arguments)]):
             if v is None or v.aval.shape != self.arguments[i].aval.shape:
                 continue
-            alike = [j for j in behind.get(v, ()) if self.arguments[j].aval.shape == v.aval.shape]
-            if set(alike) - {i}:
-                most = max(most, len(alike) * self._bytes(v))
-                everything += self._bytes(v)
-        return max(most, everything // 6)
+            alike = frozenset(j for j in behind.get(v, ()) if self.arguments[j].aval.shape == v.aval.shape)
+            if alike - {i}:
+                copies[alike] = (len(alike) - 1) * self._bytes(v)
+        return sum(sorted(copies.values())[-2:])
 
     def _stored(self) -> tuple[set[_Value], dict[_Value, _Value]]:
         """The values that get memory of their own, and products that are added to another one at once."""

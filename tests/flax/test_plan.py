@@ -164,7 +164,12 @@ def test_what_is_alive_at_once():
     def swapped(a, b):  # neither can be written before the other is read
         return b + 1.0, a + b
 
-    assert peak_bytes(jax.make_jaxpr(swapped)(x, x)) == 2 * size
+    assert peak_bytes(jax.make_jaxpr(swapped)(x, x)) == size  # a copy of one
+
+    def layers(*pairs):  # copies of two sets at once
+        return [new for a, b in zip(pairs[::2], pairs[1::2], strict=True) for new in swapped(a, b)]
+
+    assert peak_bytes(jax.make_jaxpr(layers)(*[x] * 8)) == 2 * size
 
 
 TEXT = """HloModule m
