@@ -101,11 +101,11 @@ def _split(operator: Operator, joining: JaxprEqn | None, known: Collection[Var])
         return LoopProduct(operator)
     ends = np.cumsum([piece.aval.shape[-1] for piece in joining.invars]).tolist()
     places = list(zip(joining.invars, map(slice, [0, *ends], ends), strict=True))
-    ahead = {v: place for v, place in places if isinstance(v, Var) and v in known}
+    ahead = [(v, place) for v, place in places if isinstance(v, Var) and v in known]
     left = [place for v, place in places if not (isinstance(v, Var) and v in known)]
     if not ahead or not left:
         return LoopProduct(operator)
-    return LoopProduct(operator, tuple(ahead), tuple(ahead.values()), tuple(left))
+    return LoopProduct(operator, tuple(v for v, _ in ahead), tuple(place for _, place in ahead), tuple(left))
 
 
 def _with_way_back(

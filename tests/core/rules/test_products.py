@@ -49,6 +49,7 @@ JOINS = {
     "input first": (lambda x, h: jnp.concatenate([x, h]), WIDE, (slice(0, 3),)),
     "state first": (lambda x, h: jnp.concatenate([h, x]), WIDE, (slice(5, 8),)),
     "state between": (lambda x, h: jnp.concatenate([x, h, jnp.sin(x)]), 11, (slice(0, 3), slice(8, 11))),
+    "input twice": (lambda x, h: jnp.concatenate([x, h, x]), 11, (slice(0, 3), slice(8, 11))),
     "input between": (lambda x, h: jnp.concatenate([h, x, 2 * h]), 13, (slice(5, 8),)),
 }
 
