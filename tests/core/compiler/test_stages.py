@@ -116,8 +116,7 @@ def test_states_that_a_product_stands_between_run_one_after_the_other(name):
     assert sum(is_boundary(eqn.primitive) for stage in found for eqn in stage.loop.eqns) == inside
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize(("name", "devices"), [*((name, 1) for name in STACKS), ("dense stack", 8)])
 def test_the_gradient_is_that_of_the_loop(name, devices, monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: devices)
     net = case(name)
