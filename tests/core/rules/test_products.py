@@ -126,6 +126,18 @@ def test_gradients_can_be_differentiated_once_more():
         zoo.assert_close(zoo.hurried(derivative(partial(learnt, ours)))(1.3), expected)
 
 
+def test_a_window_can_be_differentiated_by_its_parameters():
+    net = case(JOINS["input first"][0])
+    carry, inputs = zoo.batch_of(net)
+    program = RulePlan.of(compile_step_graph(net.step, net.params, net.carry, inputs[0, 0])).program
+
+    def value(params):
+        window = program.run(program.frontier(jax.tree.leaves(params)), [carry], [inputs])
+        return zoo.loss_of(window.outputs)
+
+    zoo.assert_close(zoo.hurried(jax.grad(value))(net.params), zoo.bptt(net, carry, inputs))
+
+
 @pytest.mark.parametrize(
     "net",
     [
