@@ -130,7 +130,7 @@ def _with_way_back(
             jnp.zeros_like(primal) if isinstance(tangent, SymbolicZero) else tangent
             for primal, tangent in zip(primals[1:], tangents[1:], strict=True)
         ]
-        return jax.jvp(product, primals[1:], moves)
+        return jax.jvp(product, tuple(primals[1:]), tuple(moves))
 
     by_copy.defjvp(jvp, symbolic_zeros=True)
     return partial(by_copy, transposed)
