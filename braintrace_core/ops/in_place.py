@@ -8,7 +8,9 @@ devices, all this is left to the compiler.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -56,44 +58,42 @@ def add_in_place(kept: Array, terms: Any, add: Callable[[Array, Any], Array], to
     """``kept`` and the sum over the first axis of some terms that are small beside it.
 
     Args:
-      kept: the array.
-      terms: arrays with the number of terms as first axis.
+      kept: the array; its first axis is the batch.
+      terms: arrays with the number of terms as first axis, the batch as second.
       add: ``add(kept, term)`` adds one of them; element by element, so that several are added in one pass.
       together: ``together(kept, terms)`` adds all of them, where that is left to the compiler.
     """
     count = jax.tree.leaves(terms)[0].shape[0]
-
-    def add_some(kept: Array, terms: Any, count: int) -> Array:
-        for t in range(count):
-            kept = add(kept, jax.tree.map(itemgetter(t), terms))
-        return kept
-
     if count == 1:
-        return add_some(kept, terms, 1)
-    most = _IN_ONE_PASS if kept.nbytes > _MOST_IN_CACHE else _MOST_IN_PASSES
-    if not _is_worth_it(kept) or count > most:
+        return add(kept, jax.tree.map(itemgetter(0), terms))
+    row = kept.shape[-1] * kept.dtype.itemsize
+    if not _is_worth_it(kept) or (count * row > _FIRST_CACHE and kept.nbytes <= _MOST_IN_CACHE):
         return together(kept, terms)
+    at_once = max(1, min(_IN_ONE_PASS, _FIRST_CACHE // row))  # their rows stay there while the array passes by
 
     def in_passes(kept: Array, terms: Any) -> Array:
-        first = (count - 1) % _IN_ONE_PASS + 1
+        first = (count - 1) % at_once + 1
         always = lax.optimization_barrier(jnp.int32(1))  # not known to the compiler, or it would merge what follows
 
         def add_from(start: Any, some: int, kept: Array) -> Array:
             def take(start: Any) -> Any:
-                return jax.tree.map(lambda term: lax.dynamic_slice_in_dim(term, start, some), terms)
+                return jax.tree.map(lambda of: _side_by_side(lax.dynamic_slice_in_dim(of, start, some)), terms)
 
             def nothing(start: Any) -> Any:
                 return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(take, start))
 
-            return add_some(kept, lax.cond(always > 0, take, nothing, start), some)
+            taken = lax.cond(always > 0, take, nothing, start)
+            for t in range(some):
+                kept = add(kept, jax.tree.map(partial(_one_of, t), taken, terms))
+            return kept
 
         kept = add_from(0, first, kept)
         if count == first:
             return kept
         return lax.fori_loop(
             0,
-            always * ((count - first) // _IN_ONE_PASS),
-            lambda i, kept: add_from(first + i * _IN_ONE_PASS, _IN_ONE_PASS, kept),
+            always * ((count - first) // at_once),
+            lambda i, kept: add_from(first + i * at_once, at_once, kept),
             kept,
         )
 
@@ -147,13 +147,29 @@ def in_turn(turn: Callable[..., tuple[Any, Array]], arrays: Any, over_batch: Any
     return lax.fori_loop(0, always * batch, body, (arrays, jnp.zeros(read.shape, read.dtype)))
 
 
+def _side_by_side(terms: Array) -> Array:
+    """``(terms, batch, ...)`` as ``(batch, ...)``, the terms of an example one after the other.
+
+    Terms a whole batch apart, often a power of two, would want the same places of the first cache, which has eight of
+    each. Their axes are made one, or the compiler would leave them where they are.
+    """
+    return jnp.moveaxis(terms, 0, 1).reshape(terms.shape[1], -1)
+
+
+def _one_of(t: int, side_by_side: Array, terms: Array) -> Array:
+    """Term ``t``, ``(batch, ...)``, of what :func:`_side_by_side` made of terms like these."""
+    shape = terms.shape[1:]
+    size = math.prod(shape[1:])
+    return side_by_side[:, t * size : (t + 1) * size].reshape(shape)
+
+
 def _is_worth_it(arrays: Any) -> bool:
     return on_one_device() and sum(leaf.size for leaf in jax.tree.leaves(arrays)) >= _LARGE
 
 
 _LARGE = 1 << 14  # numbers; below, a branch or a loop costs more than a copy
-_MOST_IN_CACHE = 1 << 25  # bytes; beyond, several passes are slower than one product of all terms and one pass
+_FIRST_CACHE = 1 << 15  # bytes of it; rows of more terms do not fit, and one product of all terms is quicker
+_MOST_IN_CACHE = 1 << 25  # bytes of the last one; beyond, a product that is written and read again is slower
 _LARGE_IN_TURN = 1 << 15  # numbers of one example; below, taking turns costs more than it spares
 _MOST_COPIED = 1 << 23  # bytes of several arrays; below, a copy of one of them is quicker than taking turns
-_IN_ONE_PASS = 8  # terms; of more at once, the sum does not fit the registers
-_MOST_IN_PASSES = 16  # terms; for more, one product of all terms is quicker than its passes
+_IN_ONE_PASS = 16  # terms; of more at once, the sum does not fit the registers

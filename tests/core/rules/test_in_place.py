@@ -41,22 +41,50 @@ def example_by_example(in_passes, monkeypatch):
         monkeypatch.setattr(in_place, name, 0)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 9, 16, 17, 25])
-def test_any_number_of_terms_is_added(count, monkeypatch):
-    monkeypatch.setattr(in_place, "_MOST_IN_PASSES", 25)
-    kept = jax.random.normal(jax.random.key(0), (128, 128))
-    terms = jax.random.normal(jax.random.key(1), (count, 128))
-    found = jax.jit(
-        lambda kept, terms: in_place.add_in_place(
-            kept, terms, lambda kept, term: kept + term[None], lambda kept, _: 0 * kept
-        )
-    )(kept, terms)
-    np.testing.assert_allclose(found, kept + terms.sum(0)[None], rtol=1e-9)
+def add_outer(kept, terms):
+    """Outer products, term by term."""
+
+    def one(kept, term):
+        return kept + term[0][:, :, None] * term[1][:, None]
+
+    return in_place.add_in_place(kept, terms, one, lambda kept, _: 0 * kept)
+
+
+def outer_terms(count, units):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (4, 64, units), (count, 4, 64), (count, 4, units)
+    kept, *terms = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+    return kept, tuple(terms)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 15, 16, 17, 32])
+def test_any_number_of_terms_is_added(count):
+    kept, terms = outer_terms(count, 128)
+    found = jax.jit(add_outer)(kept, terms)
+    np.testing.assert_allclose(found, kept + jnp.einsum("tbi,tbo->bio", *terms), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("units", "at_once"), [(64, 16), (512, 8), (1 << 13, 1)])
+def test_a_pass_takes_as_many_terms_as_the_first_cache_holds(monkeypatch, units, at_once):
+    monkeypatch.setattr(in_place, "_MOST_IN_CACHE", 0)
+    kept, terms = outer_terms(20, units)
+    jaxpr = str(jax.make_jaxpr(add_outer)(kept, terms))
+    assert {int(found) for found in re.findall(r"f64\[(\d+),4,64\] = dynamic_slice", jaxpr)} == {
+        at_once,
+        (20 - 1) % at_once + 1,
+    }
+
+
+def test_terms_of_an_example_lie_side_by_side():
+    """Left a batch apart, they would be read from the same places of a cache, and several times slower."""
+    kept, terms = outer_terms(16, 128)
+    text = jax.jit(add_outer).lower(kept, terms).compile().as_text()
+    assert "(f64[4,1024]{1,0}, f64[4,2048]{1,0}) conditional" in text
 
 
 @pytest.mark.parametrize(("size", "count"), [(3, 4), (1 << 14, 17)])
 def test_what_is_small_or_added_to_often_is_left_to_the_compiler(size, count):
-    kept, terms = jnp.zeros(size), jnp.ones((count, size))
+    kept, terms = jnp.zeros((1, size)), jnp.ones((count, 1, size))
     found = in_place.add_in_place(kept, terms, lambda kept, term: jnp.nan, lambda kept, terms: kept)
     assert not found.any()
 
