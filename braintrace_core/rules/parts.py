@@ -12,6 +12,8 @@ from jax import Array, lax
 
 from .._compat import JaxprEqn, Var, bind_equation
 from ..compiler.schedule import Operator, Part
+from ..ops.in_place import on_one_device
+from .loop import scan_at_once
 
 __all__ = ["PartRunner", "TimeLoop"]
 
@@ -130,7 +132,7 @@ class TimeLoop:
         self.reset, self.initial = reset, initial
         made = {v for eqn in part.eqns for v in eqn.outvars}
         self.deltas = {v: d for v, d in deltas.items() if v in made}
-        self.kept = [v for v in (*part.writes, *before) if v in needed]
+        self.kept = [*before, *(v for v in part.writes if v in needed)]
 
     def run(
         self, states: list[Any], windowed: Mapping[Var, Any], sizes: tuple[int, int]
@@ -153,7 +155,9 @@ class TimeLoop:
         if steps == 1:
             states, kept = body(states, jax.tree.map(lambda a: a[0], over))
             return states, {v: value[None] for v, value in zip(self.kept, kept, strict=True)}
-        states, kept = lax.scan(body, states, over, length=steps)
+        states, kept = (
+            scan_at_once(body, states, over, steps) if on_one_device() else lax.scan(body, states, over, steps)
+        )
         return states, dict(zip(self.kept, kept, strict=True))
 
     def _restart(self, states: list[Any], reset: Any) -> list[Any]:

@@ -21,9 +21,10 @@ from jax.custom_derivatives import SymbolicZero
 from .._compat import JaxprEqn, Var
 from ..compiler.schedule import Operator, Part
 from ..ops import etp_mm_p, etp_mv_p
+from ..ops.bias import add_bias
 from ..ops.in_place import on_one_device
 
-__all__ = ["LoopProduct", "loop_products"]
+__all__ = ["LoopProduct", "known_shares", "loop_products"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,13 +42,16 @@ class LoopProduct:
     ahead: tuple[slice, ...] = ()
     left: tuple[slice, ...] = (slice(None),)
 
-    def for_all_steps(self, windowed: Mapping[Var, Any], operands: Sequence[Any]) -> Array:
-        """Its share of the result that needs no state, ``(time, batch, ...)``, bias included."""
-        eqn, (_, weight, *bias) = self.operator.eqn, operands
-        rows = _joined([weight[place] for place in self.ahead], 0)
+    def known_rows(self, operands: Sequence[Any]) -> Array:
+        """The rows of its weight that known pieces meet."""
+        return _joined([operands[1][place] for place in self.ahead], 0)
+
+    def share(self, rows: Array, windowed: Mapping[Var, Any]) -> Array:
+        """The product of the known pieces of every step with these rows, ``(time, batch, ...)``."""
+        eqn = self.operator.eqn
 
         def one(pieces: list[Any]) -> Any:
-            return eqn.primitive.bind(_joined(pieces, -1), rows, *bias, **eqn.params)
+            return eqn.primitive.bind(_joined(pieces, -1), rows, **{**eqn.params, "has_bias": False})
 
         return jax.vmap(jax.vmap(one))([windowed[v] for v in self.known])
 
@@ -61,6 +65,35 @@ class LoopProduct:
         if steps >= _STEPS_WORTH_A_COPY:
             product = _with_way_back(product, rows, params["precision"], params["preferred_element_type"])
         return lambda x: product(_joined([x[..., place] for place in self.left], -1), rows, *bias)
+
+
+def known_shares(
+    products: Mapping[int, LoopProduct], operands: Mapping[int, Sequence[Any]], windowed: Mapping[Var, Any]
+) -> dict[int, Array]:
+    """What products make of the known pieces of their inputs, ``(time, batch, ...)``, bias included.
+
+    Of the same pieces they are one product: several narrow ones take longer.
+
+    Args:
+      products: by operator.
+      operands: of these operators.
+      windowed: values of every step.
+    """
+    alike: dict[Any, list[int]] = {}
+    for i, product in products.items():
+        if product.known:
+            eqn, weight = product.operator.eqn, operands[i][1]
+            kinds = {**eqn.params, "has_bias": False}
+            alike.setdefault((product.known, eqn.primitive, *kinds.items(), weight.dtype), []).append(i)
+    found: dict[int, Array] = {}
+    for members in alike.values():
+        rows = [products[i].known_rows(operands[i]) for i in members]
+        shares = products[members[0]].share(_joined(rows, -1), windowed)
+        ends = np.cumsum([of.shape[-1] for of in rows])
+        for i, share in zip(members, jnp.split(shares, ends[:-1], axis=-1), strict=True):
+            bias = operands[i][2] if len(operands[i]) > 2 else None
+            found[i] = add_bias(share, bias, (share.ndim - 1,))
+    return found
 
 
 def loop_products(

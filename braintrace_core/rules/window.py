@@ -29,7 +29,7 @@ from ..compiler.schedule import Operator, Schedule, Stage, schedule_step
 from ..ops.in_place import on_one_device
 from .operators import add_to, operator_gradient
 from .parts import PartRunner, TimeLoop
-from .products import loop_products
+from .products import known_shares, loop_products
 
 __all__ = ["WindowGradient", "WindowProgram", "WindowRecord", "WindowResult"]
 
@@ -399,12 +399,12 @@ class WindowProgram:
     ) -> TimeLoop:
         """The loop of a stage; what its products make of known values is made here, for all steps at once."""
         deltas = dict(deltas)
-        for i, product in loop_products(self.schedule.operators, stage.loop, windowed.keys(), steps).items():
-            operands = self.operand_values(product.operator, frontier)
-            run = replace(run, products={**run.products, i: product.in_the_loop(operands, steps)})
-            if product.known:
-                y, share = product.operator.y, product.for_all_steps(windowed, operands)
-                deltas[y] = deltas[y] + share if y in deltas else share
+        products = loop_products(self.schedule.operators, stage.loop, windowed.keys(), steps)
+        operands = {i: self.operand_values(product.operator, frontier) for i, product in products.items()}
+        run = replace(run, products={i: of.in_the_loop(operands[i], steps) for i, of in products.items()})
+        for i, share in known_shares(products, operands, windowed).items():
+            y = products[i].operator.y
+            deltas[y] = deltas[y] + share if y in deltas else share
         before, after = ([of[k] for k in stage.states] for of in (self.state_invars, self.state_outvars))
         start = None if initial is None else [initial[k] for k in stage.states]
         return TimeLoop(stage.loop, run, before, after, self._read_after_loops, deltas, reset, start)

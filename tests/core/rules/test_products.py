@@ -65,8 +65,8 @@ def test_the_gradient_is_that_of_the_loop(name, bias):
     zoo.assert_close(found, zoo.bptt(net, carry, inputs, reset))
 
 
-def products_in_loops(net):
-    """The products inside loops, of a window and its gradient."""
+def products_of(net, in_loops):
+    """The products inside loops, or outside of them, of a window and its gradient."""
     carry, inputs = zoo.batch_of(net)
     plan = RulePlan.of(compile_step_graph(net.step, net.params, net.carry, inputs[0, 0]))
     program, leaves = plan.program, jax.tree.leaves(net.params)
@@ -79,7 +79,7 @@ def products_in_loops(net):
 
     def walk(jaxpr, inside):
         for eqn in jaxpr.eqns:
-            if inside and eqn.primitive.name.startswith(("etp_m", "dot_general")):
+            if inside == in_loops and eqn.primitive.name.startswith(("etp_m", "dot_general")):
                 found.append(eqn)
             for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
                 inner = getattr(inner, "jaxpr", inner)
@@ -91,13 +91,18 @@ def products_in_loops(net):
 
 
 def test_the_loops_see_the_states_share_alone():
-    found = [eqn.invars[1].aval.shape for eqn in products_in_loops(case(JOINS["input first"][0]))]
+    found = [eqn.invars[1].aval.shape for eqn in products_of(case(JOINS["input first"][0]), in_loops=True)]
     assert len(found) >= 4
     assert set(found) == {(zoo.UNITS, zoo.UNITS)}
 
 
+def test_what_all_gates_see_is_one_product():
+    found = [eqn.invars[1].aval.shape for eqn in products_of(case(JOINS["input first"][0]), in_loops=False)]
+    assert found == [(zoo.FEATURES, 2 * zoo.UNITS)]
+
+
 def test_errors_go_back_without_a_transposition_in_the_loop():
-    found = products_in_loops(case(JOINS["input first"][0]))
+    found = products_of(case(JOINS["input first"][0]), in_loops=True)
     back = [eqn.params["dimension_numbers"][0] for eqn in found if eqn.primitive.name == "dot_general"]
     assert len(back) == 2
     assert all(of_weight == (0,) for _, of_weight in back)  # its rows are summed over, as they lie
