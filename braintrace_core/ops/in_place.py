@@ -113,7 +113,7 @@ def is_worth_turns(arrays: Sequence[Array], terms: int) -> bool:
     return several or (terms > _IN_ONE_PASS and arrays[0].nbytes > _MOST_IN_CACHE)
 
 
-def in_turn(turn: Callable[..., tuple[Any, Array]], arrays: Any, over_batch: Any, over_time: Any) -> tuple[Any, Array]:
+def in_turn(turn: Callable[..., tuple[Any, Any]], arrays: Any, over_batch: Any, over_time: Any) -> tuple[Any, Any]:
     """Arrays that are replaced example by example, and the sum of what is read of them on the way.
 
     What belongs to one example stays in the cache while it is read and written; no array is copied as a whole.
@@ -132,19 +132,19 @@ def in_turn(turn: Callable[..., tuple[Any, Array]], arrays: Any, over_batch: Any
     def nothing(tree: Any, _: Any) -> Any:
         return jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape[1:]), leaf.dtype), tree)
 
-    def one(arrays: Any, i: Any) -> tuple[Any, Array]:
+    def one(arrays: Any, i: Any) -> tuple[Any, Any]:
         parts = lax.cond(always > 0, example, nothing, arrays, i)
         return turn(parts, example(over_batch, i), example(over_time, i, 1))
 
-    def body(i: Any, now: tuple[Any, Array]) -> tuple[Any, Array]:
+    def body(i: Any, now: tuple[Any, Any]) -> tuple[Any, Any]:
         arrays, total = now
         new, read = one(arrays, i)
-        return jax.tree.map(
-            lambda leaf, part: lax.dynamic_update_slice_in_dim(leaf, part, i, 0), arrays, new
-        ), total + read
+        put = jax.tree.map(lambda leaf, part: lax.dynamic_update_slice_in_dim(leaf, part, i, 0), arrays, new)
+        return put, jax.tree.map(jnp.add, total, read)
 
     _, read = jax.eval_shape(one, arrays, 0)
-    return lax.fori_loop(0, always * batch, body, (arrays, jnp.zeros(read.shape, read.dtype)))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), read)
+    return lax.fori_loop(0, always * batch, body, (arrays, zeros))
 
 
 def _side_by_side(terms: Array) -> Array:

@@ -7,7 +7,8 @@ With the parameters fixed over a window this telescopes, so the trace is read an
     eps_k = P eps_0 + sum_u x_u (x) (Q_u df_u),    P = D_k ... D_1,    Q_u = D_k ... D_{u+1}
 
 Only components that feed the next step are stored (an LSTM keeps its cell's, a dense vanilla network none): the stored
-trace is that before the last step, and the last step's own factors wait until a signal or the next window comes.
+trace is that before the last step, and the last step's own factors wait until a signal or the next window comes. Of
+twins (``twins.py``) one is stored.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from .plan import GroupPlan, Link, RulePlan
 from .rolling import Roll, unless
 from .rule import OperandGradients, Rule, Traces, as_plan, times, total
 from .touched import contract_rows, has_rows, init_rows, roll_rows
+from .twins import Twin, twins_of
 
 __all__ = ["DRTRL", "carry_back"]
 
@@ -57,9 +59,10 @@ class DRTRL(Rule):
     def init(self, graph: ETraceGraph | RulePlan, batch_size: int, dtype: Any = None) -> Traces:
         plan = as_plan(graph)
         traces: Traces = {}
-        for link, operands in zip(plan.links, plan.abstract_operands(), strict=True):
+        twins = self._twins(plan)
+        for i, (link, operands) in enumerate(zip(plan.links, plan.abstract_operands(), strict=True)):
             y = link.operator.y.aval
-            for name, rule in link.traces(operands).rules.items():
+            for name, rule in link.traces(operands).rules.items() if i not in twins else ():
                 if isinstance(rule, EmbeddingTrace) and link.stored and self.rows and self.rows < rule.rows:
                     traces |= init_rows(link.name, rule, self.rows, batch_size, link.stored, dtype)
                     continue
@@ -86,9 +89,9 @@ class DRTRL(Rule):
         """The traces after the window, and gradients, link -> name -> gradient, from those best read while written.
 
         Args:
-          signals: for each link that is to be read, a signal at its stored components.
+          signals: for each link whose traces are to be read, a signal at the components that are stored of them.
         """
-        plan, steps = factors.plan, factors.sizes[0]
+        plan, steps, twins = factors.plan, factors.sizes[0], self._twins(factors.plan)
         large = self._large(traces, plan)
         traces = {name: trace if name in large else unless(factors.anew, trace) for name, trace in traces.items()}
         new: Traces = {}
@@ -105,13 +108,19 @@ class DRTRL(Rule):
             if link.operator.x is not None:
                 x = _behind(traces[f"{link.name}.x"], factors.x[i])
                 new[f"{link.name}.x"] = factors.x[i][-1]
-            if link.stored:
-                rolled, read[i] = _roll(link, factors, i, traces, x, df, carried[link.group], signals.get(i))
+            if link.stored and i not in twins:
+                readers = {k: signals[k] for k in signals if k == i or (k in twins and twins[k].holder == i)}
+                rolled, found = _roll(link, factors, i, traces, x, df, carried[link.group], readers)
                 new.update(rolled)
+                read.update(found)
         chosen = {
             name: new[name] if name in large else _if(factors.fine, new[name], old) for name, old in traces.items()
         }
         return chosen, read
+
+    def _twins(self, plan: RulePlan) -> Mapping[int, Twin]:
+        """The links whose traces another one holds; a rule made of this one may treat the two differently."""
+        return twins_of(plan) if type(self).advance is DRTRL.advance else {}
 
     @staticmethod
     def _large(traces: Traces, plan: RulePlan) -> set[str]:
@@ -127,8 +136,9 @@ class DRTRL(Rule):
 
     def gradient(self, traces: Traces, signal: Signal) -> OperandGradients:
         found: OperandGradients = {}
+        twins = self._twins(signal.plan)
         for i in range(len(signal.plan.links)):
-            found.update(_link_gradient(traces, signal, i))
+            found.update(_link_gradient(traces, signal, i, twins.get(i)))
         return found
 
     def gradient_and_advance(
@@ -173,18 +183,18 @@ class DRTRL(Rule):
         Args:
           recurrent: whether the signal is on recurrent components alone.
         """
-        plan, steps = signal.plan, factors.sizes[0]
+        plan, steps, twins = signal.plan, factors.sizes[0], self._twins(signal.plan)
         own = type(self).advance is DRTRL.advance  # a rule made of this one may have another
-        signals = {i: _at_traces(traces, signal, i) for i, link in enumerate(plan.links) if link.stored}
+        signals = {i: _at_traces(traces, signal, i, twins.get(i)) for i, link in enumerate(plan.links) if link.stored}
         read: dict[int, dict[str, Array]] = {}
         later = []
         for i in signals:
-            link = plan.links[i]
-            turns = _in_turn(link, traces, signal.operands[i], steps) if own else set()
+            link, holder = plan.links[i], _holder(plan, i, twins.get(i))
+            turns = _in_turn(holder, traces, signal.operands[i], steps) if own else set()
             if steps == 1 and not turns and (recurrent or link.stored == link.reached):
                 later.append(i)
             else:
-                read[i] = _read(link, traces, signals[i], signal.operands[i], apart=True, but=turns)
+                read[i] = _read(holder, traces, signals[i], signal.operands[i], apart=True, but=turns)
         ready = dict(traces)
         for g, group in enumerate(plan.groups):
             values = [value for i, of in read.items() if plan.links[i].group == g for value in of.values()]
@@ -195,8 +205,9 @@ class DRTRL(Rule):
         for i, link in enumerate(plan.links):
             operands = signal.operands[i]
             if i in later:
-                now = {a: signal.groups[link.group][a] for a in link.stored}
-                of_link = _to_operands(link, operands, _read(link, new, now, operands, apart=len(link.stored) > 1))
+                holder = _holder(plan, i, twins.get(i))
+                now = _held(holder, dict(enumerate(signal.groups[link.group])), twins.get(i))
+                of_link = _to_operands(link, operands, _read(holder, new, now, operands, apart=len(link.stored) > 1))
             else:
                 of_link = _waiting_gradient(traces, signal, i, recurrent)
                 if link.stored:
@@ -205,24 +216,36 @@ class DRTRL(Rule):
         return found, new
 
 
-def _link_gradient(traces: Traces, signal: Signal, i: int) -> OperandGradients:
+def _link_gradient(traces: Traces, signal: Signal, i: int, twin: Twin | None) -> OperandGradients:
     """What a signal says about the operands of one link."""
     link, operands = signal.plan.links[i], signal.operands[i]
     found = _waiting_gradient(traces, signal, i)
     if link.stored:
-        read = _read(link, traces, _at_traces(traces, signal, i), operands, apart=True)
+        holder = _holder(signal.plan, i, twin)
+        read = _read(holder, traces, _at_traces(traces, signal, i, twin), operands, apart=True)
         found = _sum(found, _to_operands(link, operands, read))
     return {f"{link.name}.{key}": value for key, value in found.items()}
 
 
-def _at_traces(traces: Traces, signal: Signal, i: int) -> dict[int, Array]:
-    """A signal one step back, at the stored components of a link: to the stored trace through the waiting ``D``."""
+def _holder(plan: RulePlan, i: int, twin: Twin | None) -> Link:
+    """The link that holds the traces of link ``i``."""
+    return plan.links[i if twin is None else twin.holder]
+
+
+def _held(holder: Link, signal: Mapping[int, Array], twin: Twin | None) -> dict[int, Array]:
+    """A signal for a link's components, at those that are stored by the link that holds its traces."""
+    return {b: signal[b] for b in holder.stored} if twin is None else twin.at_holder(signal, holder.stored)
+
+
+def _at_traces(traces: Traces, signal: Signal, i: int, twin: Twin | None) -> dict[int, Array]:
+    """A signal one step back, where a link's traces are stored: they are reached through the waiting ``D``."""
     link = signal.plan.links[i]
     group, now = signal.plan.groups[link.group], signal.groups[link.group]
-    return {
+    before = {
         b: total([now[a] * traces[f"group{link.group}.D.{a}.{b}"] for a, c in group.entries if c == b])
         for b in link.stored
     }
+    return _held(_holder(signal.plan, i, twin), before, twin)
 
 
 def _waiting_gradient(traces: Traces, signal: Signal, i: int, recurrent: bool = False) -> dict[str, Array]:
@@ -381,15 +404,15 @@ def _roll(
     x: Any,
     df: Mapping[int, Array],
     carried: tuple[Mapping[Pair, Array], Mapping[Pair, Array | None]],
-    signal: Mapping[int, Array] | None,
-) -> tuple[Traces, dict[str, Array]]:
+    signals: Mapping[int, Mapping[int, Array]],
+) -> tuple[Traces, dict[int, dict[str, Array]]]:
     """The stored traces of link ``i`` after a window (lagging by one step).
 
-    With a signal at the stored components, also what it says of those traces that are best read while they are
+    Also, for signals at the stored components, what each says of those traces that are best read while they are
     written, by name. A window that does not count decays nothing and adds nothing: the choice is made on small arrays.
     """
     new: Traces = {}
-    read: dict[str, Array] = {}
+    read: dict[int, dict[str, Array]] = {k: {} for k in signals}
     across, to_end = carried
     if factors.fine is not None:
         like = next(iter(across.values()))
@@ -404,14 +427,17 @@ def _roll(
             cotangents[a] = _if(factors.fine, moves := total(moved), jnp.zeros_like(moves))
     roll = Roll(link.stored, decays, x, cotangents, factors.anew)
     operands = factors.operands[i]
-    turns = set() if signal is None else _in_turn(link, traces, operands, factors.sizes[0])
+    turns = _in_turn(link, traces, operands, factors.sizes[0]) if signals else set()
     for name, rule in link.traces(operands).rules.items():
         if isinstance(rule, EmbeddingTrace) and has_rows(traces, link.name):
             new.update(roll_rows(link.name, rule, traces, x, partial(roll.decayed, rule), cotangents, link.stored))
             continue
         old = {a: traces[f"{link.name}.{name}.{a}"] for a in link.stored}
-        if signal is not None and name in turns:
-            rolled, read[name] = roll.new_and_read(rule, old, {a: link.at_operator(signal[a]) for a in link.stored})
+        if name in turns:
+            at_operator = [{a: link.at_operator(of[a]) for a in link.stored} for of in signals.values()]
+            rolled, found = roll.new_and_read(rule, old, at_operator)
+            for k, value in zip(signals, found, strict=True):
+                read[k][name] = value
         else:
             rolled = roll.new(rule, old)
         new.update({f"{link.name}.{name}.{a}": trace for a, trace in rolled.items()})

@@ -132,11 +132,13 @@ class RulePlan:
     Attributes:
       program: runs windows of the graph.
       groups, links: as the rule follows them.
+      as_compiled: whether that is as the graph has them.
     """
 
     program: WindowProgram
     groups: tuple[GroupPlan, ...]
     links: tuple[Link, ...]
+    as_compiled: bool = True
     _known: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -222,7 +224,7 @@ class RulePlan:
             replace(link, moved=moved(link, self.groups[link.group].count), plan=groups[link.group])
             for link in self.links
         )
-        return RulePlan(self.program, groups, links)
+        return RulePlan(self.program, groups, links, as_compiled=False)
 
     def operands(self, frontier: Mapping[Var, Any]) -> tuple[list[Any], ...]:
         """For each link, its operator's operands; None for those that change in time."""

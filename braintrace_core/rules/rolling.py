@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -57,22 +57,22 @@ class Roll:
         return found
 
     def new_and_read(
-        self, rule: TraceRule, old: Mapping[int, Array], signal: Mapping[int, Array]
-    ) -> tuple[dict[int, Array], Array]:
-        """The traces after the window, and what those before it say of a signal at each component.
+        self, rule: TraceRule, old: Mapping[int, Array], signals: Sequence[Mapping[int, Array]]
+    ) -> tuple[dict[int, Array], list[Array]]:
+        """The traces after the window, and what those before it say of signals at each component.
 
         On CPUs example by example: see :func:`in_turn`.
         """
 
         def at_once(old: Any, over_batch: Any, over_time: Any, add: Callable[..., Array] | None = None) -> Any:
-            (decays, signal), (x, cotangents) = over_batch, over_time
-            read = total([rule.contract(old[b], signal[b]) for b in self.stored])
+            (decays, signals), (x, cotangents) = over_batch, over_time
+            read = [total([rule.contract(old[b], signal[b]) for b in self.stored]) for signal in signals]
             return Roll(self.stored, decays, x, cotangents, self.anew).new(rule, old, add), read
 
         def one(old: Any, over_batch: Any, over_time: Any) -> Any:
             return at_once(old, over_batch, over_time, partial(TraceRule.add, rule))  # one product: the cache holds it
 
-        over_batch, over_time = (dict(self.decays), dict(signal)), (self.x, dict(self.cotangents))
+        over_batch, over_time = (dict(self.decays), [*map(dict, signals)]), (self.x, dict(self.cotangents))
         return lax.platform_dependent(dict(old), over_batch, over_time, cpu=partial(in_turn, one), default=at_once)
 
 
