@@ -19,21 +19,22 @@ from functools import partial
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from ..compiler.graph import ETraceGraph
 from ..ops.dtypes import storage_dtype
 from ..ops.in_place import after, is_worth_turns, unless_silent
 from ..ops.trace_rules import EinsumTrace, EmbeddingTrace, TraceRule
+from .carrying import carry_back, carry_on
 from .factors import Pair, Signal, WindowFactors
 from .operators import operator_gradient
-from .plan import GroupPlan, Link, RulePlan
+from .plan import Link, RulePlan
 from .rolling import Roll, unless
 from .rule import OperandGradients, Rule, Traces, as_plan, times, total
 from .touched import contract_rows, has_rows, init_rows, roll_rows
 from .twins import Twin, twins_of
 
-__all__ = ["DRTRL", "carry_back"]
+__all__ = ["DRTRL"]
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class DRTRL(Rule):
         carried = []
         for g, group in enumerate(plan.groups):
             between = {(a, b): _behind(traces[f"group{g}.D.{a}.{b}"], factors.D[g][a, b]) for a, b in group.entries}
-            carried.append(_products(group, between, steps, factors.one_D(g)))
+            carried.append(carry_on(group, between, steps, factors.one_D(g)))
             new.update({f"group{g}.D.{a}.{b}": factors.D[g][a, b][-1] for a, b in group.entries})
         for i, link in enumerate(plan.links):
             df = {a: _behind(traces[f"{link.name}.df.{a}"], factors.df[i][a]) for a in link.moved}
@@ -318,82 +319,9 @@ def _in_turn(link: Link, traces: Traces, operands: Sequence[Any], steps: int) ->
     }
 
 
-def carry_back(
-    group: GroupPlan,
-    between: Mapping[Pair, Array],
-    signals: Sequence[Array],
-    one: Mapping[Pair, Array] | None = None,
-) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """Each step's signal with those of later steps of the window, carried back to it unit by unit.
-
-        R_t = s_t + R_{t+1} D_{t+1}
-
-    Args:
-      group: the group.
-      between: ``D`` of the window.
-      signals: for each component, ``(time, batch, *varshape)``.
-      one: ``D`` of every step, if all are alike.
-
-    Returns:
-      ``R`` for each component, and the credit ``R_1 D_1`` that reaches the states before the window.
-    """
-    count = group.count
-
-    def back(credit: tuple[Array, ...], d: Mapping[Pair, Array]) -> tuple[Array, ...]:
-        return tuple(
-            total([credit[a] * d[a, b] for a, c in group.entries if c == b], like=credit[b]) for b in range(count)
-        )
-
-    def step(later: tuple[Array, ...], now: Any) -> Any:
-        signal, d = now
-        credit = tuple(s + r for s, r in zip(signal, later, strict=True))
-        return back(credit, d), credit
-
-    zero = tuple(jnp.zeros_like(s[0]) for s in signals)
-    if signals[0].shape[0] == 1:
-        first = tuple(s[0] for s in signals)
-        return tuple(signals), back(first, {pair: d[0] for pair, d in between.items()})
-    if one is None:
-        before, credits = lax.scan(step, zero, (tuple(signals), dict(between)), reverse=True)
-    else:
-        before, credits = lax.scan(lambda later, now: step(later, (now, one)), zero, tuple(signals), reverse=True)
-    return credits, before
-
-
 def _behind(waiting: Array, window: Array) -> Array:
     """A window that lags by one step: what waited first, its own last step left out."""
     return waiting[None] if window.shape[0] == 1 else jnp.concatenate([waiting[None], window[:-1]])
-
-
-def _products(
-    group: GroupPlan, between: Mapping[Pair, Array], steps: int, one: Mapping[Pair, Array] | None = None
-) -> tuple[dict[Pair, Array], dict[Pair, Array | None]]:
-    """``P = D_k ... D_1`` and, for each step, ``Q_u = D_k ... D_{u+1}``, as entries between components.
-
-    None in ``Q`` stands for one (the identity of a single step). With ``one``, all steps but the first are that.
-    """
-    rows = group.recurrent
-    if not rows:
-        return {}, {}
-    if steps == 1:
-        return {(a, b): d[0] for (a, b), d in between.items() if a in rows}, {(a, a): None for a in rows}
-    pattern = [(a, c) for a, c in group.closure if a in rows]
-
-    def start(like: Array) -> dict[Pair, Array]:
-        return {(a, c): jnp.ones_like(like) if a == c else jnp.zeros_like(like) for a, c in pattern}
-
-    def step(later: dict[Pair, Array], d: Mapping[Pair, Array]) -> Any:
-        like = next(iter(d.values()))
-        return {
-            (a, c): total([later[a, b] * d[b, c] for b, e in group.entries if e == c and (a, b) in later], like=like)
-            for a, c in pattern
-        }, later
-
-    if one is None:
-        return lax.scan(step, start(next(iter(between.values()))[0]), dict(between), reverse=True)
-    _, to_end = lax.scan(lambda later, _: step(later, one), start(next(iter(one.values()))), length=steps, reverse=True)
-    across, _ = step({pair: q[0] for pair, q in to_end.items()}, {pair: d[0] for pair, d in between.items()})
-    return across, to_end
 
 
 def _roll(

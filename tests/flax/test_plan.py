@@ -38,7 +38,7 @@ def test_state_is_exact():
     weights = 4 * 128 * 256 * 4
     assert weights < need.parameters < 1.3 * weights
     assert 2 * need.parameters <= need.optimizer < 2.1 * need.parameters
-    traces = 16 * 2 * 2 * 128 * 256 * 4  # two weights, two components
+    traces = 16 * 2 * 128 * 256 * 4  # two components, for two weights together
     assert traces < need.traces < 1.1 * traces
     assert need.total > need.activations > 0
 

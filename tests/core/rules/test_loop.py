@@ -64,7 +64,14 @@ def inner(p, states, now):
     return [h_new], [h, jnp.ones_like(h)]
 
 
-CELLS = [gated, counted, restarted, spiking, inner]
+def noisy(p, states, now):
+    """A key among the states."""
+    (key, h), (x, _) = states, now
+    after, own = jax.random.split(key)
+    return [after, jnp.tanh(h * p["gain"] + x * jax.random.normal(own, x.shape, x.dtype))], [key, h]
+
+
+CELLS = [gated, counted, restarted, spiking, inner, noisy]
 
 
 def problem(cell):
@@ -75,7 +82,7 @@ def problem(cell):
         "into": jax.random.normal(next(keys), (2 * UNITS, UNITS)),
     }
     h = jax.random.normal(next(keys), (UNITS,))
-    states = [jnp.zeros((), jnp.int32), h] if cell is counted else [h]
+    states = [*{counted: [jnp.zeros((), jnp.int32)], noisy: [jax.random.key(1)]}.get(cell, []), h]
     x = jax.random.normal(next(keys), (STEPS, UNITS))
     return p, states, x, jnp.arange(STEPS) == 2
 
