@@ -33,8 +33,8 @@ DENSE = {
 }
 STATES = {"rnn": 1, "gru": 1, "lstm": 2, "lif": 1, "alif": 2, "lru": 2}
 # How many traces of the size of a weight a cell needs: for each dense operator that feeds a state which itself feeds
-# the next step, the number of such states that it reaches.
-TRACES = {"rnn": 0, "gru": 2, "lstm": 3, "lif": 1, "alif": 2, "lru": 4}
+# the next step, the number of such states that it reaches. An LRU's second weight has those of its first.
+TRACES = {"rnn": 0, "gru": 2, "lstm": 3, "lif": 1, "alif": 2, "lru": 2}
 
 spike = Triangular(height=0.3)
 

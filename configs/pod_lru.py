@@ -1,4 +1,4 @@
-"""Six LRU layers of 2,048 complex units on 256 chips, with D-RTRL: its traces fill the chips' memory.
+"""Six LRU layers of 2,048 complex units on 256 chips, with D-RTRL: its traces are most of what the chips hold.
 
 All of it is float32, of which a TPU multiplies the leading bfloat16 bits. Traces lie where their examples do and are
 never sent; parameters are small beside them and whole on every chip.
