@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._compat import JaxprEqn, Literal, Var, open_jaxpr
+from .._compat import JaxprEqn, Literal, Var, is_traced, open_jaxpr
 from ..ops.dtypes import common_dtype
 
 __all__ = ["ZERO", "Form", "comparable_params", "forms_of", "scaled"]
@@ -54,18 +54,19 @@ class _Forms:
         for v in jaxpr.invars:
             self.forms[v] = self.new(v)
         for v, value in zip(jaxpr.constvars, consts, strict=True):
-            self.forms[v] = self.constant(v, value)
+            self.forms[v] = self.constant(value)
         for eqn in jaxpr.eqns:
             for k, v in enumerate(eqn.outvars):
                 self.forms[v] = self.result(eqn, k)
         return [self.read(v) for v in jaxpr.outvars]
 
     def read(self, atom: Any) -> Form:
-        return self.constant(atom, atom.val) if isinstance(atom, Literal) else self.forms[atom]
+        return self.constant(atom.val) if isinstance(atom, Literal) else self.forms[atom]
 
-    def constant(self, atom: Any, value: Any) -> Form:
+    def constant(self, value: Any) -> Form:
         """The form of a known value: a number if all its elements are."""
-        numbers: Any = np.unique(np.asarray(value)) if getattr(value, "dtype", np.dtype(float)).kind in "fciu" else []
+        is_number = not is_traced(value) and getattr(value, "dtype", np.dtype(float)).kind in "fciu"
+        numbers = np.unique(np.asarray(value)) if is_number else np.empty(0)
         return Form(complex(numbers[0])) if len(numbers) == 1 else self.new(id(value))
 
     def new(self, key: Any, number: complex = 1) -> Form:
@@ -93,11 +94,9 @@ class _Forms:
         before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
         if before != after and (form.number not in _UNITS or common_dtype(before, after) != after):
             return None
-        return (
-            form
-            if form.value is None
-            else self.new((eqn.primitive.name, comparable_params(eqn), form.value), form.number)
-        )
+        if form.value is None:
+            return form
+        return self.new((eqn.primitive.name, comparable_params(eqn), form.value), form.number)
 
     def product(self, a: Form, b: Form) -> Form:
         number = a.number * b.number
@@ -133,10 +132,10 @@ _UNITS = (0, 1, -1, 1j, -1j)  # numbers that no cast changes
 
 
 def comparable_params(eqn: JaxprEqn) -> Any:
-    """An equation's parameters, to be compared with another's; something of its own where they cannot be."""
+    """An equation's parameters, to be compared with another's; something of its own where that does not do."""
     params = tuple(sorted(eqn.params.items()))
     try:
         hash(params)
     except TypeError:
         return id(eqn)
-    return params
+    return id(eqn) if eqn.effects else params

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,6 +18,15 @@ C, D = jax.lax.complex(A, B), jax.lax.complex(B, 2 * A)
 
 def forms(function, *args):
     return forms_of(jax.make_jaxpr(function)(*args))
+
+
+def seen(x):
+    return x
+
+
+def watched(x):
+    """Its results may differ from call to call."""
+    return jax.experimental.io_callback(seen, x, x)
 
 
 EQUAL = {
@@ -45,6 +55,7 @@ OTHER = {
         jnp.full_like(a, 0.1).astype(jnp.float32).astype(a.dtype) * b,
         0.1 * b,
     ),
+    "what is seen from outside": lambda a, b, c: (watched(a), watched(a)),
     "known arrays": lambda a, b, c: (a * np.array([1.0, 2.0]), a * np.array([1.0, 3.0])),
 }
 

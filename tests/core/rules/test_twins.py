@@ -117,8 +117,14 @@ def test_others_are_not(name):
     assert not twins_of(plan_of(NONE[name]))
 
 
-@pytest.mark.parametrize("name", FOUND)
-@pytest.mark.parametrize(("credit", "window"), [("window", 1), ("window", 3), ("step", 1), ("step", 4)])
+@pytest.mark.parametrize(
+    ("name", "credit", "window"),
+    [
+        *((name, "window", 3) for name in FOUND),
+        *((name, "step", 4) for name in FOUND),
+        *(("a complex state", credit, 1) for credit in ("window", "step")),
+    ],
+)
 def test_gradients_are_exact(name, credit, window):
     net, _ = FOUND[name]
     carry, inputs = zoo.batch_of(net)
@@ -144,10 +150,9 @@ class Lopsided(DRTRL):
         return super().advance(traces, replace(factors, D=scaled))
 
 
-@pytest.mark.parametrize("rule", [Lopsided(), EProp(kappa=0.3), EProp(), DNI(), OSTL()], ids=lambda rule: repr(rule))
-@pytest.mark.parametrize("name", ["two real states", "a ring"])
-def test_rules_made_of_it_are_what_they_are_without(monkeypatch, rule, name):
-    net, _ = FOUND[name]
+@pytest.mark.parametrize("rule", [Lopsided(), EProp(kappa=0.3), EProp(), DNI(), OSTL()], ids=repr)
+def test_rules_made_of_it_are_what_they_are_without(monkeypatch, rule):
+    net, _ = FOUND["two real states"]
     carry, inputs = zoo.batch_of(net)
     found, _ = zoo.online(net, rule, 4, carry, inputs)
     monkeypatch.setattr("braintrace_core.rules.drtrl.twins_of", lambda plan: {})
