@@ -49,6 +49,7 @@ OTHER = {
     "other sign": lambda a, b, c: (a, -a),
     "other function": lambda a, b, c: (jnp.tanh(a), jnp.sin(a)),
     "other parameters": lambda a, b, c: (a[:1], a[1:]),
+    "other proportions": lambda a, b, c: (a + 2 * b, a + 3 * b),
     "other part": lambda a, b, c: (jnp.real(c), jnp.imag(c)),
     "rounded": lambda a, b, c: (a.astype(jnp.float32).astype(a.dtype), a),
     "a number that a cast rounds": lambda a, b, c: (

@@ -15,7 +15,7 @@ from tests.core.rules import zoo
 N, F = zoo.UNITS, zoo.FEATURES
 number = zoo._random(5)
 DECAYS, ANGLE = jnp.linspace(0.3, 0.9, N), jnp.linspace(0.1, 2.0, N)
-WEIGHTS = {name: number(F, N) for name in "uvw"} | {"out": number(N, 2)}
+WEIGHTS = {name: number(F, N) for name in "uvw"} | {"out": number(N, 2), "r": number(N, N)}
 
 
 def turning(p, carry, x, gain=1.0, other_decay=0.0):
@@ -23,6 +23,14 @@ def turning(p, carry, x, gain=1.0, other_decay=0.0):
     re, im = carry
     cos, sin = DECAYS * jnp.cos(ANGLE), DECAYS * jnp.sin(ANGLE)
     re, im = cos * re - sin * im + x @ p["u"], sin * re + (cos + other_decay) * im + gain * (x @ p["v"])
+    return (re, im), jnp.tanh(re * im) @ p["out"]
+
+
+def coupled(p, carry, x):
+    """The same with a recurrent weight on the real part: an operator, so that only rules that go through it see it."""
+    re, im = carry
+    cos, sin = DECAYS * jnp.cos(ANGLE), DECAYS * jnp.sin(ANGLE)
+    re, im = cos * re - sin * im + x @ p["u"] + re @ p["r"], sin * re + cos * im + x @ p["v"]
     return (re, im), jnp.tanh(re * im) @ p["out"]
 
 
@@ -73,9 +81,9 @@ def low_rank(x, weight, gain):
 
 
 def case(step, **options):
-    states = {"turning": 2, "with_bias": 2, "in_a_ring": 3, "in_a_long_ring": 4}.get(step.__name__)
+    states = {"turning": 2, "coupled": 2, "with_bias": 2, "in_a_ring": 3, "in_a_long_ring": 4}.get(step.__name__)
     carry = number(N) if states is None else tuple(number(N) for _ in range(states))
-    names = "uvw" if step is in_a_ring else "uv"
+    names = {in_a_ring: "uvw", coupled: "uvr"}.get(step, "uv")
     params = {name: WEIGHTS[name] for name in (*names, "out")}
     return zoo.Case(lambda p, c, x: step(p, c, x, **options), params, carry)
 
@@ -152,7 +160,8 @@ class Lopsided(DRTRL):
 
 @pytest.mark.parametrize("rule", [Lopsided(), EProp(kappa=0.3), EProp(), DNI(), OSTL()], ids=repr)
 def test_rules_made_of_it_are_what_they_are_without(monkeypatch, rule):
-    net, _ = FOUND["two real states"]
+    net = case(coupled)
+    assert twins_of(plan_of(net))
     carry, inputs = zoo.batch_of(net)
     found, _ = zoo.online(net, rule, 4, carry, inputs)
     monkeypatch.setattr("braintrace_core.rules.drtrl.twins_of", lambda plan: {})
