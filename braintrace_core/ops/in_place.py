@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-__all__ = ["add_in_place", "after", "in_turn", "is_worth_turns", "on_one_device", "unless_silent"]
+__all__ = ["add_in_place", "after", "in_turn", "is_worth_turns", "made_once", "on_one_device", "unless_silent"]
 
 
 def on_one_device() -> bool:
@@ -40,6 +40,18 @@ def unless_silent(read: Callable[[Array, Array], Any], array: Array, signal: Arr
         return lax.cond(jnp.any(signal != 0), read, silent, array, signal)
 
     return lax.platform_dependent(array, signal, cpu=apart, default=read)
+
+
+def made_once(value: Array, large: Sequence[Any]) -> Array:
+    """``value``, made before any of the large arrays that are made of it, and not again for each of their rows."""
+    if not any(map(_is_worth_it, large)):
+        return value
+
+    def made(value: Array) -> Array:
+        always = lax.optimization_barrier(jnp.int32(1))  # not known to the compiler, or it would merge what follows
+        return lax.cond(always > 0, lambda value: value, jnp.zeros_like, value)
+
+    return lax.platform_dependent(value, cpu=made, default=lambda value: value)
 
 
 def after(results: Sequence[Array], value: Array) -> Array:

@@ -12,6 +12,7 @@ from jax import Array
 from .._compat import JaxprEqn, Var
 from ..compiler.schedule import Operator
 from ..ops import etp_embedding_p
+from ..ops.in_place import made_once
 from ..ops.trace_rules import traces_of
 
 __all__ = ["add_to", "encoded_gradient", "encoded_input", "operator_gradient"]
@@ -23,6 +24,8 @@ def operator_gradient(operator: Operator, operands: Sequence[Any], x: Any, cotan
     One product over all steps and examples.
     """
     eqn, primitive = operator.eqn, operator.eqn.primitive
+    if cotangent.shape[:2] == (1, 1):  # no sum: a product of two vectors, which would be merged with what makes them
+        cotangent = made_once(cotangent, [v for v in operands if v is not None])
     traces = traces_of(primitive, eqn.params, _one_example(eqn, operands), operator.y.aval)
     found = {key: value for key, value in traces.gradients(x, cotangent).items() if key in operator.operands}
     missing = [key for key in operator.operands if key not in found]

@@ -117,6 +117,18 @@ def test_what_waits_for_a_result_keeps_its_numbers():
         assert found.tobytes() == value.tobytes()
 
 
+@pytest.mark.parametrize(("large", "kept_apart"), [((128, 128), True), ((3, 4), False)])
+def test_what_a_large_array_is_made_of_is_made_once(large, kept_apart):
+    rows, columns = (jnp.arange(float(size)) for size in large)
+
+    def outer(rows, columns):
+        return rows[:, None] * in_place.made_once(jnp.sin(columns), [jnp.zeros(large)])[None]
+
+    compiled = jax.jit(outer).lower(rows, columns).compile()
+    np.testing.assert_array_equal(compiled(rows, columns), rows[:, None] * jnp.sin(columns)[None])
+    assert ("conditional(" in compiled.as_text()) == kept_apart
+
+
 SOME = ["indrnn", "complex_lru", "two_states", "fused_gates"]
 
 
