@@ -25,7 +25,7 @@ def operator_gradient(operator: Operator, operands: Sequence[Any], x: Any, cotan
     """
     eqn, primitive = operator.eqn, operator.eqn.primitive
     if cotangent.shape[:2] == (1, 1):  # no sum: a product of two vectors, which would be merged with what makes them
-        cotangent = made_once(cotangent, [v for v in operands if v is not None])
+        cotangent = made_once(cotangent, [v.aval for v in operator.operands.values()])
     traces = traces_of(primitive, eqn.params, _one_example(eqn, operands), operator.y.aval)
     found = {key: value for key, value in traces.gradients(x, cotangent).items() if key in operator.operands}
     missing = [key for key in operator.operands if key not in found]
