@@ -104,14 +104,14 @@ class EinsumTrace(TraceRule):
         self.x, self.theta = operands.split(",")
         self.letters = "".join(letter for letter in self.y if letter not in self.theta) + self.theta
         self.shape = tuple(sizes[letter] for letter in self.letters)
-        self.size = int(np.prod(self.shape))
+        self.size = int(np.prod([sizes[letter] for letter in self.theta]))  # of theta
         self.prepare, self.precision = prepare, precision
         unused = [letter for letter in _ALPHABET if letter not in set(self.x + self.theta + self.y)]
         self.time, self.batch = unused[:2]
 
     def instant(self, x: Any, cotangent: Array) -> Array:
         if not self.x:
-            return self._real(_sum_leading(cotangent))
+            return self._real(sum_leading(cotangent, 1))
         return self._sum_of_terms(*self._prepared(x, cotangent))
 
     def add(self, kept: Array, x: Any, cotangent: Array) -> Array:
@@ -145,7 +145,7 @@ class EinsumTrace(TraceRule):
 
     def gradient(self, x: Any, cotangent: Array) -> Array | None:
         if not self.x and self.theta and self.y == self.theta:
-            return self._real(sum_over_steps(cotangent))
+            return self._real(sum_leading(cotangent, 2))
         if not self.x or self.prepare is not None or not (x.dtype == cotangent.dtype == self.dtype):
             return None
         return self._product_over_steps(x, cotangent)
@@ -154,7 +154,8 @@ class EinsumTrace(TraceRule):
         """The gradient of ``theta``: time, batch and what ``theta`` lacks are summed over.
 
         The derivative of the operator's product would come out transposed, for which XLA's CPU backend transposes the
-        cotangent; and an einsum sums over axes in an order of its own, for which it transposes both.
+        cotangent; and an einsum sums over axes in an order of its own, for which it transposes both. A product over
+        leading axes transposes its first operand: that is the cotangent where it and the result are small (a readout).
         """
         shared = [letter for letter in self.x if letter in self.y]
         kept = [letter for letter in shared if letter in self.theta]
@@ -163,12 +164,27 @@ class EinsumTrace(TraceRule):
         def places(letters: list[str], axes: str) -> list[int]:
             return [2 + axes.index(letter) for letter in letters]
 
-        contracting = [0, 1, *places(summed, self.x)], [0, 1, *places(summed, self.y)]
-        dimensions = contracting, (places(kept, self.x), places(kept, self.y))
-        found = lax.dot_general(x, cotangent, dimensions, precision=self.precision)
-        rest = [letter for axes in (self.x, self.y) for letter in axes if letter not in shared]
-        order = [*kept, *rest]
-        return found.transpose(*map(order.index, self.theta))
+        def product(first: Array, second: Array, axes: tuple[str, str]) -> Array:
+            contracting = [0, 1, *places(summed, axes[0])], [0, 1, *places(summed, axes[1])]
+            dimensions = contracting, (places(kept, axes[0]), places(kept, axes[1]))
+            return lax.dot_general(first, second, dimensions, precision=self.precision)
+
+        def as_theta(found: Array, axes: tuple[str, str]) -> Array:
+            order = [*kept, *(letter for of in axes for letter in of if letter not in shared)]
+            return found.transpose(*map(order.index, self.theta))
+
+        def straight(x: Array, cotangent: Array) -> Array:
+            axes = self.x, self.y
+            return as_theta(product(x, cotangent, axes), axes)
+
+        def reversed_(x: Array, cotangent: Array) -> Array:
+            axes = self.y, self.x
+            # The barrier keeps the compiler from putting the operands back in the other order.
+            return as_theta(lax.optimization_barrier(product(cotangent, x, axes)), axes)
+
+        if x.size <= 2 * (cotangent.size + self.size):
+            return straight(x, cotangent)
+        return lax.platform_dependent(x, cotangent, cpu=reversed_, default=straight)
 
     def align(self, value: Array) -> Array:
         return self._lined_up(value, self.y)
@@ -387,17 +403,21 @@ def weighted_sum(weights: Array, values: Array) -> Array:
     return lax.platform_dependent(weights, values, cpu=written_out, default=reduced)
 
 
-def sum_over_steps(values: Array) -> Array:
-    """The sum over the first two axes, time and batch."""
+def sum_leading(values: Array, count: int) -> Array:
+    """The sum over the first ``count`` axes: time, or time and batch."""
+    shape = values.shape[count:]
+    rows = int(np.prod(values.shape[:count]))
+    if rows == 1:
+        return values.reshape(shape)
 
     def product(values: Array) -> Array:  # XLA's own sum over leading axes is many times slower on CPU
-        flat = values.reshape(-1, int(np.prod(values.shape[2:])))
-        return (jnp.ones(flat.shape[0], flat.dtype) @ flat).reshape(values.shape[2:])
+        flat = values.reshape(rows, -1)
+        return (jnp.ones(rows, flat.dtype) @ flat).reshape(shape)
 
     def reduced(values: Array) -> Array:
-        return sum_of_parts(values, (0, 1))
+        return sum_of_parts(values, tuple(range(count)))
 
-    if not on_one_device():  # time and batch as one axis could not be divided among devices
+    if not on_one_device():  # several axes as one could not be divided among devices
         return reduced(values)
     return lax.platform_dependent(values, cpu=product, default=reduced)
 
@@ -416,10 +436,6 @@ _ROWS_AT_ONCE = 16
 def _same_dtype(a: Array, b: Array) -> tuple[Array, Array]:
     dtype = common_dtype(a.dtype, b.dtype)
     return a.astype(dtype), b.astype(dtype)
-
-
-def _sum_leading(value: Array) -> Array:
-    return value[0] if value.shape[0] == 1 else value.sum(0)
 
 
 _ALPHABET = tuple(chain(map(chr, range(97, 123)), map(chr, range(65, 91))))
