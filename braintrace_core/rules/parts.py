@@ -27,7 +27,8 @@ class PartRunner:
       static: values that are the same for all steps and examples.
       direct: values that take the place of ``static`` wherever they are not an operator's trainable operand.
       feedback: operator index -> operands through which errors go back to its input, instead of its own.
-      products: operator index -> its result but for what ``deltas`` hold of it already, from its input.
+      products: operator index -> its result but for what ``deltas`` hold of it already, from its input; and those of
+        others that are made with it, by operator index.
       still: operator's result -> what to add to it, the same for all steps and examples.
     """
 
@@ -35,7 +36,7 @@ class PartRunner:
     static: Mapping[Var, Any]
     direct: Mapping[Var, Any]
     feedback: Mapping[int, Any]
-    products: Mapping[int, Callable[[Any], Any]] = field(default_factory=dict)
+    products: Mapping[int, Callable[[Any], Mapping[int, Any]]] = field(default_factory=dict)
     still: Mapping[Var, Array] = field(default_factory=dict)
 
     def over_batch(
@@ -80,6 +81,7 @@ class PartRunner:
     def _equation(self, terms: Mapping[Var, Any]) -> Callable[[JaxprEqn, list[Any]], list[Any]]:
         trains = {id(op.eqn): (i, op) for i, op in enumerate(self.operators)}
         terms = {**self.still, **terms}
+        made: dict[int, Any] = {}
 
         def run(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
             index, operator = trains.get(id(eqn), (-1, None))
@@ -91,7 +93,9 @@ class PartRunner:
                     for v, value in zip(eqn.invars, operands, strict=True)
                 ]
             if index in self.products:
-                results = [self.products[index](operands[eqn.primitive.x_index])]
+                if index not in made:
+                    made.update(self.products[index](operands[eqn.primitive.x_index]))
+                results = [made[index]]
             else:
                 results = bind_equation(eqn, operands)
             if index in self.feedback:

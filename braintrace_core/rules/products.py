@@ -3,6 +3,7 @@
 - ``concatenate([x, h]) @ w`` is ``x @ w[:n] + h @ w[n:]``, and the first product needs no state: it is made for all
   steps of a window at once. The loop is left with the second, forward and on the way back.
 - On the way back errors meet the weights transposed, which are laid out so once a window, not at each of its steps.
+- Narrow products of one input are one product where that is wide enough for all cores, which each alone is not.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ..ops import etp_mm_p, etp_mv_p
 from ..ops.bias import add_bias
 from ..ops.in_place import on_one_device
 
-__all__ = ["LoopProduct", "known_shares", "loop_products"]
+__all__ = ["LoopProduct", "known_shares", "loop_products", "results_in_loop"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,16 +56,67 @@ class LoopProduct:
 
         return jax.vmap(jax.vmap(one))([windowed[v] for v in self.known])
 
-    def in_the_loop(self, operands: Sequence[Any], steps: int = 1) -> Callable[[Any], Array]:
-        """What is left of its result, from its whole input, for a loop of so many steps."""
-        eqn, (_, weight, *bias) = self.operator.eqn, operands
-        bias = [] if self.known else bias
+    def left_operands(self, operands: Sequence[Any]) -> list[Any]:
+        """The rows of its weight that are left to the loop; and its bias, unless known pieces have had it."""
+        _, weight, *bias = operands
+        return [_joined([weight[place] for place in self.left], 0), *([] if self.known else bias)]
+
+    def in_the_loop(self, left: Sequence[Any], steps: int = 1) -> Callable[[Any], Array]:
+        """What is left of its result, from its whole input, for a loop of so many steps.
+
+        Args:
+          left: from :meth:`left_operands`; or those of several products of the same input, side by side.
+          steps: how many.
+        """
+        eqn, (rows, *bias) = self.operator.eqn, left
         params = {**eqn.params, "has_bias": bool(bias)}
-        rows = _joined([weight[place] for place in self.left], 0)
         product: Callable[..., Array] = partial(eqn.primitive.bind, **params)
         if steps >= _STEPS_WORTH_A_COPY:
             product = _with_way_back(product, rows, params["precision"], params["preferred_element_type"])
         return lambda x: product(_joined([x[..., place] for place in self.left], -1), rows, *bias)
+
+
+def results_in_loop(
+    products: Mapping[int, LoopProduct], operands: Mapping[int, Sequence[Any]], sizes: tuple[int, int]
+) -> dict[int, Callable[[Any], dict[int, Array]]]:
+    """For each product, what makes its result in the loop, and those of products joined with it, of their input.
+
+    Args:
+      products: by operator.
+      operands: of these operators.
+      sizes: how many steps the loop has, and examples.
+    """
+    steps, batch = sizes
+    left = {i: product.left_operands(operands[i]) for i, product in products.items()}
+    alike: dict[Any, list[int]] = {}
+    for i, product in products.items():
+        eqn, (rows, *bias) = product.operator.eqn, left[i]
+        kinds = {**eqn.params, "has_bias": bool(bias)}
+        alike.setdefault((product.operator.x, eqn.primitive, *kinds.items(), rows.dtype), []).append(i)
+    found: dict[int, Callable[[Any], dict[int, Array]]] = {}
+    for members in alike.values():
+        together = _is_worth_joining([left[i][0].size for i in members], batch)
+        for some in [members] if together else [[i] for i in members]:
+            found.update(dict.fromkeys(some, _joined_results(products[some[0]], {i: left[i] for i in some}, steps)))
+    return found
+
+
+def _joined_results(
+    product: LoopProduct, left: Mapping[int, Sequence[Any]], steps: int
+) -> Callable[[Any], dict[int, Array]]:
+    """The results of products of one input, made as one; ``product`` is any of them."""
+    run = product.in_the_loop([_joined(of, -1) for of in zip(*left.values(), strict=True)], steps)
+    ends = np.cumsum([rows.shape[-1] for rows, *_ in left.values()])
+
+    def results(x: Any) -> dict[int, Array]:
+        return dict(zip(left, jnp.split(run(x), ends[:-1], axis=-1), strict=True))
+
+    return results
+
+
+def _is_worth_joining(sizes: Sequence[int], batch: int) -> bool:
+    """Whether products of a batch with weights of these sizes are each for one core, and together worth several."""
+    return all(size <= _MOST_ON_ONE_CORE for size in sizes) and batch * sum(sizes) >= _WORTH_SEVERAL_CORES
 
 
 def known_shares(
@@ -173,4 +225,6 @@ def _joined(pieces: Sequence[Any], axis: int) -> Any:
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis)
 
 
+_MOST_ON_ONE_CORE = 1 << 16  # numbers of a weight; larger ones XLA's CPU products divide among cores
+_WORTH_SEVERAL_CORES = 1 << 24  # multiplications; of fewer, waking the other cores takes longer than it spares
 _STEPS_WORTH_A_COPY = 4  # for fewer, laying out a copy takes longer than it spares

@@ -64,7 +64,7 @@ def whole_step_signals(
             if eqn.outvars[0] not in by_result:
                 return bind_equation(eqn, operands)
             if product := split.get(eqn.outvars[0]):  # what is beside the moving states need not be asked
-                share = product.in_the_loop(operands)
+                share = product.in_the_loop(product.left_operands(operands))
                 return _known_results([by_result[eqn.outvars[0]]], lambda x: [share(x)], [operands[0]])
             places = [i for i, v in enumerate(eqn.invars) if isinstance(v, Var) and v in moving]
 

@@ -29,7 +29,7 @@ from ..compiler.schedule import Operator, Schedule, Stage, schedule_step
 from ..ops.in_place import on_one_device
 from .operators import add_to, operator_gradient
 from .parts import PartRunner, TimeLoop
-from .products import known_shares, loop_products
+from .products import known_shares, loop_products, results_in_loop
 
 __all__ = ["WindowGradient", "WindowProgram", "WindowRecord", "WindowResult"]
 
@@ -374,7 +374,7 @@ class WindowProgram:
         states = list(states)
         for stage in schedule.stages:
             windowed.update(run.over_window(stage.ahead, windowed, deltas, sizes))
-            loop = self._loop(stage, run, frontier, windowed, deltas, sizes[0], reset, initial)
+            loop = self._loop(stage, run, frontier, windowed, deltas, sizes, reset, initial)
             after, made = loop.run([states[k] for k in stage.states], windowed, sizes)
             windowed.update(made)
             for k, state in zip(stage.states, after, strict=True):
@@ -393,15 +393,15 @@ class WindowProgram:
         frontier: Mapping[Var, Any],
         windowed: Mapping[Var, Any],
         deltas: Mapping[Var, Array],
-        steps: int,
+        sizes: tuple[int, int],
         reset: Any,
         initial: Sequence[Any] | None,
     ) -> TimeLoop:
         """The loop of a stage; what its products make of known values is made here, for all steps at once."""
         deltas = dict(deltas)
-        products = loop_products(self.schedule.operators, stage.loop, windowed.keys(), steps)
+        products = loop_products(self.schedule.operators, stage.loop, windowed.keys(), sizes[0])
         operands = {i: self.operand_values(product.operator, frontier) for i, product in products.items()}
-        run = replace(run, products={i: of.in_the_loop(operands[i], steps) for i, of in products.items()})
+        run = replace(run, products=results_in_loop(products, operands, sizes))
         for i, share in known_shares(products, operands, windowed).items():
             y = products[i].operator.y
             deltas[y] = deltas[y] + share if y in deltas else share

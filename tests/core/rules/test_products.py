@@ -1,5 +1,5 @@
-"""Products inside the loop over time: the inputs' share of one is made for all steps at once, and errors go back
-through a transposed copy of its weight.
+"""Products inside the loop over time: the inputs' share of one is made for all steps at once, errors go back through a
+transposed copy of its weight, and gates share one.
 """
 
 from functools import partial
@@ -10,6 +10,7 @@ import pytest
 
 from braintrace_core import compile_step_graph
 from braintrace_core.rules import DRTRL, TBPTT, RulePlan, online_gradient
+from braintrace_core.rules import products as products_module
 from braintrace_core.rules.products import loop_products
 from tests.core.rules import zoo
 
@@ -141,6 +142,50 @@ def test_a_window_can_be_differentiated_by_its_parameters():
         return zoo.loss_of(window.outputs)
 
     zoo.assert_close(zoo.hurried(jax.grad(value))(net.params), zoo.bptt(net, carry, inputs))
+
+
+def gates(biases, dtypes=(jnp.float64, jnp.float64)):
+    """A cell with two gates that see the same."""
+    numbers = jnp.sin(jnp.arange(2.0 * WIDE * zoo.UNITS)).reshape(2, WIDE, zoo.UNITS)
+    params = {f"w{i}": numbers[i].astype(dtype) for i, dtype in enumerate(dtypes)}
+    params |= {f"b{i}": numbers[i, 0].astype(dtypes[i]) for i in biases}
+
+    def step(params, h, x):
+        both = jnp.concatenate([x, h])
+        y = []
+        for i, dtype in enumerate(dtypes):
+            product = both.astype(dtype) @ params[f"w{i}"]
+            y.append((product + params[f"b{i}"] if i in biases else product).astype(h.dtype))
+        new = h + jax.nn.sigmoid(y[0]) * (jnp.tanh(y[1]) - h)
+        return new, new
+
+    return zoo.Case(step, params, jnp.zeros(zoo.UNITS))
+
+
+@pytest.mark.parametrize("biases", [(), (0, 1), (1,)])
+def test_gates_of_one_input_share_a_product_in_the_loop(monkeypatch, biases):
+    monkeypatch.setattr(products_module, "_WORTH_SEVERAL_CORES", 0)
+    net = gates(biases)
+    found = products_of(net, in_loops=True)
+    assert [eqn.invars[1].aval.shape for eqn in found] == [(zoo.UNITS, 2 * zoo.UNITS), (2 * zoo.UNITS, zoo.UNITS)]
+    carry, inputs = zoo.batch_of(net)
+    reset = zoo.some_resets()
+    gradient, _ = zoo.online(net, TBPTT(), zoo.STEPS, carry, inputs, reset)
+    zoo.assert_close(gradient, zoo.bptt(net, carry, inputs, reset))
+
+
+@pytest.mark.parametrize(
+    ("most_on_one_core", "worth_several", "dtypes"),
+    [
+        pytest.param(0, 0, (jnp.float64, jnp.float64), id="large ones"),
+        pytest.param(1 << 16, 1 << 24, (jnp.float64, jnp.float64), id="small ones"),
+        pytest.param(1 << 16, 0, (jnp.float64, jnp.float32), id="other types"),
+    ],
+)
+def test_other_gates_have_products_of_their_own(monkeypatch, most_on_one_core, worth_several, dtypes):
+    monkeypatch.setattr(products_module, "_MOST_ON_ONE_CORE", most_on_one_core)
+    monkeypatch.setattr(products_module, "_WORTH_SEVERAL_CORES", worth_several)
+    assert len(products_of(gates((), dtypes), in_loops=True)) == 4
 
 
 @pytest.mark.parametrize(
