@@ -23,7 +23,7 @@ from jax import Array
 
 from ..compiler.graph import ETraceGraph
 from ..ops.dtypes import storage_dtype
-from ..ops.in_place import after, is_worth_turns, unless_silent
+from ..ops.in_place import after, is_worth_turns, made_once, unless_silent
 from ..ops.trace_rules import EinsumTrace, EmbeddingTrace, TraceRule
 from .carrying import carry_back, carry_on
 from .factors import Pair, Signal, WindowFactors
@@ -203,11 +203,12 @@ class DRTRL(Rule):
                 ready[f"group{g}.D.{a}.{b}"] = after(values, traces[f"group{g}.D.{a}.{b}"])
         new, meanwhile = self._advance(ready, factors, signals) if own else (self.advance(ready, factors), {})
         found: OperandGradients = {}
+        made = [_made_once(now, [new[n] for n in self._large(new, plan)]) for now in signal.groups] if later else []
         for i, link in enumerate(plan.links):
             operands = signal.operands[i]
             if i in later:
                 holder = _holder(plan, i, twins.get(i))
-                now = _held(holder, dict(enumerate(signal.groups[link.group])), twins.get(i))
+                now = _held(holder, dict(enumerate(made[link.group])), twins.get(i))
                 of_link = _to_operands(link, operands, _read(holder, new, now, operands, apart=len(link.stored) > 1))
             else:
                 of_link = _waiting_gradient(traces, signal, i, recurrent)
@@ -215,6 +216,14 @@ class DRTRL(Rule):
                     of_link = _sum(of_link, _to_operands(link, operands, read[i] | meanwhile.get(i, {})))
             found.update({f"{link.name}.{key}": unless(factors.anew, value) for key, value in of_link.items()})
         return found, new
+
+
+def _made_once(signal: tuple[Array, ...], traces: Sequence[Array]) -> tuple[Array, ...]:
+    """A signal that is not made again for each row of the traces that are read with it.
+
+    Of one example only: with more, reading takes longer than making it.
+    """
+    return tuple(made_once(of, traces) for of in signal) if signal[0].shape[0] == 1 else signal
 
 
 def _link_gradient(traces: Traces, signal: Signal, i: int, twin: Twin | None) -> OperandGradients:
