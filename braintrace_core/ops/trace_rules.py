@@ -164,27 +164,26 @@ class EinsumTrace(TraceRule):
         def places(letters: list[str], axes: str) -> list[int]:
             return [2 + axes.index(letter) for letter in letters]
 
-        def product(first: Array, second: Array, axes: tuple[str, str]) -> Array:
-            contracting = [0, 1, *places(summed, axes[0])], [0, 1, *places(summed, axes[1])]
-            dimensions = contracting, (places(kept, axes[0]), places(kept, axes[1]))
+        def product(first: Array, second: Array, its_axes: str, other_axes: str) -> Array:
+            contracting = [0, 1, *places(summed, its_axes)], [0, 1, *places(summed, other_axes)]
+            dimensions = contracting, (places(kept, its_axes), places(kept, other_axes))
             return lax.dot_general(first, second, dimensions, precision=self.precision)
 
-        def as_theta(found: Array, axes: tuple[str, str]) -> Array:
-            order = [*kept, *(letter for of in axes for letter in of if letter not in shared)]
+        def as_theta(found: Array, axes: str) -> Array:
+            order = [*kept, *(letter for letter in axes if letter not in shared)]
             return found.transpose(*map(order.index, self.theta))
 
-        def straight(x: Array, cotangent: Array) -> Array:
-            axes = self.x, self.y
-            return as_theta(product(x, cotangent, axes), axes)
+        def input_first(x: Array, cotangent: Array) -> Array:
+            return as_theta(product(x, cotangent, self.x, self.y), self.x + self.y)
 
-        def reversed_(x: Array, cotangent: Array) -> Array:
-            axes = self.y, self.x
-            # The barrier keeps the compiler from putting the operands back in the other order.
-            return as_theta(lax.optimization_barrier(product(cotangent, x, axes)), axes)
+        def cotangent_first(x: Array, cotangent: Array) -> Array:
+            found = product(cotangent, x, self.y, self.x)
+            # Without a barrier the compiler would turn the product around to spare the last transposition.
+            return as_theta(lax.optimization_barrier(found), self.y + self.x)
 
         if x.size <= 2 * (cotangent.size + self.size):
-            return straight(x, cotangent)
-        return lax.platform_dependent(x, cotangent, cpu=reversed_, default=straight)
+            return input_first(x, cotangent)
+        return lax.platform_dependent(x, cotangent, cpu=cotangent_first, default=input_first)
 
     def align(self, value: Array) -> Array:
         return self._lined_up(value, self.y)

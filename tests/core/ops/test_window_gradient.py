@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from braintrace_core.ops import einsum, grouped_matmul, matmul
-from braintrace_core.ops.trace_rules import traces_of
+from braintrace_core.ops.trace_rules import sum_leading, traces_of
 
 TIME, BATCH = 4, 3
 OPERATORS = {
@@ -16,6 +16,9 @@ OPERATORS = {
     "leading axis": (matmul, (2, 3), (3, 5)),
     "grouped": (grouped_matmul, (2, 3), (2, 3, 5)),
     "weight in another order": (lambda x, w: einsum("ai,oia->oa", x, w), (2, 3), (5, 3, 2)),
+    "narrow": (matmul, (30,), (30, 2)),
+    "narrow, grouped": (grouped_matmul, (2, 30), (2, 30, 1)),
+    "narrow, in another order": (lambda x, w: einsum("ai,oia->oa", x, w), (2, 30), (1, 30, 2)),
     "scaled": (lambda x, w: einsum("i,i->i", x, w), (3,), (3,)),
 }
 
@@ -58,3 +61,22 @@ def test_the_cotangent_is_not_transposed():
     text = jax.jit(lambda x, c: traces.gradients(x, jnp.tanh(c))).lower(x, cotangent).compile().as_text()
     assert not re.findall(r"= f64\[\d+,\d+,\d+\]\S* transpose\(%tanh", text)
     assert "rhs_contracting_dims={0}" in text
+
+
+@pytest.mark.parametrize(("name", "rows"), [("narrow", 30), ("narrow, grouped", 30)])
+def test_an_input_that_is_larger_than_all_else_is_not_transposed(name, rows):
+    traces, x, cotangent, _ = window(name, jnp.float64)
+    text = jax.jit(lambda x, c: traces.gradients(jnp.tanh(x), c)).lower(x, cotangent).compile().as_text()
+    assert f"{TIME * BATCH},{rows}]" in text
+    assert f"{rows},{TIME * BATCH}]" not in text
+
+
+@pytest.mark.parametrize("dtype", [jnp.float64, jnp.complex128])
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize(("lead", "count"), [((TIME, BATCH), 2), ((TIME,), 1), ((1, BATCH), 1), ((1,), 1)])
+def test_leading_axes_are_summed(monkeypatch, lead, count, devices, dtype):
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    values = random(0, (*lead, 5, 2), dtype)
+    compiled = jax.jit(lambda values: sum_leading(values, count)).lower(values).compile()
+    np.testing.assert_allclose(compiled(values), values.sum(tuple(range(count))), rtol=1e-12)
+    assert devices > 1 or " reduce(" not in compiled.as_text()

@@ -13,7 +13,7 @@ from jax import lax
 
 import braintrace_core as bc
 from braintrace_core.ops import in_place
-from braintrace_core.rules import DRTRL, Rule, RulePlan, online_gradient, step_online_gradient
+from braintrace_core.rules import DRTRL, Rule, RulePlan, drtrl, online_gradient, step_online_gradient
 from tests.core.rules import zoo
 from tests.core.rules.test_windows_that_do_not_count import check as check_windows
 
@@ -127,6 +127,19 @@ def test_what_a_large_array_is_made_of_is_made_once(large, kept_apart):
     compiled = jax.jit(outer).lower(rows, columns).compile()
     np.testing.assert_array_equal(compiled(rows, columns), rows[:, None] * jnp.sin(columns)[None])
     assert ("conditional(" in compiled.as_text()) == kept_apart
+
+
+@pytest.mark.parametrize("credit", ["window", "step"])
+def test_one_step_of_one_example(in_passes, monkeypatch, credit):
+    """What a signal is made of is computed once, not again for each row of the traces that it is read with."""
+    case = UNIT_WISE["two_states"]
+    carry, inputs = jax.tree.map(lambda a: a[:1], zoo.batch_of(case)[0]), zoo.batch_of(case)[1][:, :1]
+    made = []
+    monkeypatch.setattr(drtrl, "made_once", lambda value, large: made.append(value) or in_place.made_once(value, large))
+    monkeypatch.setattr(zoo, "BATCH", 1)
+    found, _ = zoo.online(case, DRTRL(), 1, carry, inputs, credit=credit)
+    assert len(made) == 2  # one for each state
+    zoo.assert_close(found, zoo.bptt(case, carry, inputs))
 
 
 SOME = ["indrnn", "complex_lru", "two_states", "fused_gates"]
