@@ -226,5 +226,5 @@ def _joined(pieces: Sequence[Any], axis: int) -> Any:
 
 
 _MOST_ON_ONE_CORE = 1 << 16  # numbers of a weight; larger ones XLA's CPU products divide among cores
-_WORTH_SEVERAL_CORES = 1 << 24  # multiplications; of fewer, waking the other cores takes longer than it spares
+_WORTH_SEVERAL_CORES = 1 << 23  # multiplications; of fewer, waking the other cores takes longer than it spares
 _STEPS_WORTH_A_COPY = 4  # for fewer, laying out a copy takes longer than it spares
