@@ -144,30 +144,44 @@ def test_a_window_can_be_differentiated_by_its_parameters():
     zoo.assert_close(zoo.hurried(jax.grad(value))(net.params), zoo.bptt(net, carry, inputs))
 
 
-def gates(biases, dtypes=(jnp.float64, jnp.float64)):
+def gates(biases, join=JOINS["input first"][0], rows=WIDE, dtypes=(jnp.float64, jnp.float64)):
     """A cell with two gates that see the same."""
-    numbers = jnp.sin(jnp.arange(2.0 * WIDE * zoo.UNITS)).reshape(2, WIDE, zoo.UNITS)
+    numbers = jnp.sin(jnp.arange(2.0 * rows * zoo.UNITS)).reshape(2, rows, zoo.UNITS)
     params = {f"w{i}": numbers[i].astype(dtype) for i, dtype in enumerate(dtypes)}
     params |= {f"b{i}": numbers[i, 0].astype(dtypes[i]) for i in biases}
 
     def step(params, h, x):
-        both = jnp.concatenate([x, h])
+        both = join(x, h)
         y = []
         for i, dtype in enumerate(dtypes):
             product = both.astype(dtype) @ params[f"w{i}"]
             y.append((product + params[f"b{i}"] if i in biases else product).astype(h.dtype))
-        new = h + jax.nn.sigmoid(y[0]) * (jnp.tanh(y[1]) - h)
+        new = h + jax.nn.sigmoid(y[0]) * (jnp.tanh(y[1]) - h) + x.sum()
         return new, new
 
     return zoo.Case(step, params, jnp.zeros(zoo.UNITS))
 
 
-@pytest.mark.parametrize("biases", [(), (0, 1), (1,)])
-def test_gates_of_one_input_share_a_product_in_the_loop(monkeypatch, biases):
+def states_only(x, h):
+    return jnp.concatenate([h, 2 * h])
+
+
+@pytest.mark.parametrize(
+    ("net", "rows", "joined"),
+    [
+        pytest.param(gates(()), zoo.UNITS, True, id="no bias"),
+        pytest.param(gates((0, 1)), zoo.UNITS, True, id="two biases"),
+        pytest.param(gates((1,)), zoo.UNITS, True, id="one bias"),  # it is not added in the loop
+        pytest.param(gates((0, 1), states_only, 2 * zoo.UNITS), 2 * zoo.UNITS, True, id="no input, two biases"),
+        pytest.param(gates((1,), states_only, 2 * zoo.UNITS), 2 * zoo.UNITS, False, id="no input, one bias"),
+    ],
+)
+def test_gates_of_one_input_share_a_product_in_the_loop(monkeypatch, net, rows, joined):
     monkeypatch.setattr(products_module, "_WORTH_SEVERAL_CORES", 0)
-    net = gates(biases)
+    both = [(rows, 2 * zoo.UNITS), (2 * zoo.UNITS, rows)]
+    apart = [(rows, zoo.UNITS)] * 2 + [(zoo.UNITS, rows)] * 2
     found = products_of(net, in_loops=True)
-    assert [eqn.invars[1].aval.shape for eqn in found] == [(zoo.UNITS, 2 * zoo.UNITS), (2 * zoo.UNITS, zoo.UNITS)]
+    assert [eqn.invars[1].aval.shape for eqn in found] == (both if joined else apart)
     carry, inputs = zoo.batch_of(net)
     reset = zoo.some_resets()
     gradient, _ = zoo.online(net, TBPTT(), zoo.STEPS, carry, inputs, reset)
@@ -178,14 +192,14 @@ def test_gates_of_one_input_share_a_product_in_the_loop(monkeypatch, biases):
     ("most_on_one_core", "worth_several", "dtypes"),
     [
         pytest.param(0, 0, (jnp.float64, jnp.float64), id="large ones"),
-        pytest.param(1 << 16, 1 << 24, (jnp.float64, jnp.float64), id="small ones"),
+        pytest.param(1 << 16, 1 << 23, (jnp.float64, jnp.float64), id="small ones"),
         pytest.param(1 << 16, 0, (jnp.float64, jnp.float32), id="other types"),
     ],
 )
 def test_other_gates_have_products_of_their_own(monkeypatch, most_on_one_core, worth_several, dtypes):
     monkeypatch.setattr(products_module, "_MOST_ON_ONE_CORE", most_on_one_core)
     monkeypatch.setattr(products_module, "_WORTH_SEVERAL_CORES", worth_several)
-    assert len(products_of(gates((), dtypes), in_loops=True)) == 4
+    assert len(products_of(gates((), dtypes=dtypes), in_loops=True)) == 4
 
 
 @pytest.mark.parametrize(
