@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -145,7 +145,11 @@ class DRTRL(Rule):
     def gradient_and_advance(
         self, traces: Traces, signal: Signal, factors: WindowFactors
     ) -> tuple[OperandGradients, Traces]:
-        return self._around(traces, signal, factors)
+        found, new, waiting = self._around(traces, signal, factors)
+        for i, steps in waiting.items():
+            link = signal.plan.links[i]
+            _add(found, link, _steps_gradient(link, signal.operands[i], steps))
+        return found, new
 
     def step_gradient(self, traces: Traces, factors: WindowFactors, signals: Signal) -> OperandGradients:
         return self.step_gradient_and_advance(traces, factors, signals)[0]
@@ -162,20 +166,20 @@ class DRTRL(Rule):
             strict=True,
         )
         # What reaches the window's start came through D: it is on components that recur.
-        found, new = self._around(traces, Signal(tuple(before), factors.operands, plan), factors, recurrent=True)
+        start = Signal(tuple(before), factors.operands, plan)
+        found, new, waiting = self._around(traces, start, factors, recurrent=True)
         for i, link in enumerate(plan.links):
             credit = credits[link.group]
-            at_result = total([times(link.at_operator(credit[a]), factors.df[i][a]) for a in link.moved])
-            inside = operator_gradient(link.operator, factors.operands[i], factors.x[i], at_result)
-            for key, value in inside.items():
-                name = f"{link.name}.{key}"
-                found[name] = found[name] + value if name in found else value
+            at_results = total([times(link.at_operator(credit[a]), factors.df[i][a]) for a in link.moved])
+            before_it = waiting.get(i, _Steps([], []))  # the step that waits is one more of the same product
+            steps = _Steps([*before_it.inputs, factors.x[i]], [*before_it.results, at_results])
+            _add(found, link, _steps_gradient(link, factors.operands[i], steps))
         return found, new
 
     def _around(
         self, traces: Traces, signal: Signal, factors: WindowFactors, recurrent: bool = False
-    ) -> tuple[OperandGradients, Traces]:
-        """The gradient for a signal at the window's start, and the traces after the window.
+    ) -> tuple[OperandGradients, Traces, dict[int, _Steps]]:
+        """What stored traces say of a signal at the window's start, and the traces after the window.
 
         Each stored trace is read for the gradient before it is written, while it is, or after, never from a copy. After
         a window of one step the stored trace, which lags by one, is that of the window's start: where a signal is on
@@ -183,6 +187,9 @@ class DRTRL(Rule):
 
         Args:
           recurrent: whether the signal is on recurrent components alone.
+
+        Returns:
+          gradients, traces, and for some links the step that waits, which the gradients lack.
         """
         plan, steps, twins = signal.plan, factors.sizes[0], self._twins(signal.plan)
         own = type(self).advance is DRTRL.advance  # a rule made of this one may have another
@@ -203,19 +210,21 @@ class DRTRL(Rule):
                 ready[f"group{g}.D.{a}.{b}"] = after(values, traces[f"group{g}.D.{a}.{b}"])
         new, meanwhile = self._advance(ready, factors, signals) if own else (self.advance(ready, factors), {})
         found: OperandGradients = {}
+        waiting: dict[int, _Steps] = {}
         made = [_made_once(now, [new[n] for n in self._large(new, plan)]) for now in signal.groups] if later else []
         for i, link in enumerate(plan.links):
             operands = signal.operands[i]
             if i in later:
                 holder = _holder(plan, i, twins.get(i))
                 now = _held(holder, dict(enumerate(made[link.group])), twins.get(i))
-                of_link = _to_operands(link, operands, _read(holder, new, now, operands, apart=len(link.stored) > 1))
+                read[i] = _read(holder, new, now, operands, apart=len(link.stored) > 1)
             else:
-                of_link = _waiting_gradient(traces, signal, i, recurrent)
-                if link.stored:
-                    of_link = _sum(of_link, _to_operands(link, operands, read[i] | meanwhile.get(i, {})))
-            found.update({f"{link.name}.{key}": unless(factors.anew, value) for key, value in of_link.items()})
-        return found, new
+                inputs, results = _waiting_step(traces, signal, i, recurrent)
+                waiting[i] = _Steps(inputs, [unless(factors.anew, result) for result in results])
+            if link.stored:
+                of_link = _to_operands(link, operands, read[i] | meanwhile.get(i, {}))
+                found.update({f"{link.name}.{key}": unless(factors.anew, value) for key, value in of_link.items()})
+        return found, new, waiting
 
 
 def _made_once(signal: tuple[Array, ...], traces: Sequence[Array]) -> tuple[Array, ...]:
@@ -229,12 +238,13 @@ def _made_once(signal: tuple[Array, ...], traces: Sequence[Array]) -> tuple[Arra
 def _link_gradient(traces: Traces, signal: Signal, i: int, twin: Twin | None) -> OperandGradients:
     """What a signal says about the operands of one link."""
     link, operands = signal.plan.links[i], signal.operands[i]
-    found = _waiting_gradient(traces, signal, i)
+    found: OperandGradients = {}
     if link.stored:
         holder = _holder(signal.plan, i, twin)
         read = _read(holder, traces, _at_traces(traces, signal, i, twin), operands, apart=True)
-        found = _sum(found, _to_operands(link, operands, read))
-    return {f"{link.name}.{key}": value for key, value in found.items()}
+        _add(found, link, _to_operands(link, operands, read))
+    _add(found, link, _steps_gradient(link, operands, _waiting_step(traces, signal, i)))
+    return found
 
 
 def _holder(plan: RulePlan, i: int, twin: Twin | None) -> Link:
@@ -258,28 +268,41 @@ def _at_traces(traces: Traces, signal: Signal, i: int, twin: Twin | None) -> dic
     return _held(_holder(signal.plan, i, twin), before, twin)
 
 
-def _waiting_gradient(traces: Traces, signal: Signal, i: int, recurrent: bool = False) -> dict[str, Array]:
-    """What a signal says about the operands of one link through the waiting ``df``, by operand.
+class _Steps(NamedTuple):
+    """Steps of a link, in pieces ``(time, batch, ...)``: its operator's inputs, and gradients of its results."""
+
+    inputs: list[Any]
+    results: list[Array]
+
+
+def _waiting_step(traces: Traces, signal: Signal, i: int, recurrent: bool = False) -> _Steps:
+    """The step of link ``i`` that waits, with what a signal says of its result through ``df``; none if that is nothing.
 
     Args:
-      recurrent: whether it is on recurrent components alone.
+      recurrent: whether the signal is on recurrent components alone.
     """
     link = signal.plan.links[i]
     group, now = signal.plan.groups[link.group], signal.groups[link.group]
     moved = [a for a in link.moved if a in group.recurrent or not recurrent]
     if not moved:
-        return {}
+        return _Steps([], [])
     at_result = total([times(link.at_operator(now[a]), traces[f"{link.name}.df.{a}"]) for a in moved])
-    x = traces.get(f"{link.name}.x")
-    return operator_gradient(link.operator, signal.operands[i], None if x is None else x[None], at_result[None])
+    return _Steps([None if link.operator.x is None else traces[f"{link.name}.x"][None]], [at_result[None]])
 
 
-def _sum(gradients: Mapping[str, Array], more: Mapping[str, Array]) -> dict[str, Array]:
-    """The sum of two sets of gradients, each in the dtype of the first."""
-    result = dict(gradients)
-    for key, value in more.items():
-        result[key] = result[key] + value.astype(result[key].dtype) if key in result else value
-    return result
+def _steps_gradient(link: Link, operands: Sequence[Any], steps: _Steps) -> dict[str, Array]:
+    """The gradient of a link's operands from some steps, one product for all of them."""
+    if not steps.results:
+        return {}
+    x = None if link.operator.x is None else jnp.concatenate(steps.inputs)
+    return operator_gradient(link.operator, operands, x, jnp.concatenate(steps.results))
+
+
+def _add(found: OperandGradients, link: Link, gradients: Mapping[str, Array]) -> None:
+    """Add gradients of a link's operands, by operand, to what was found; the sum has their dtype."""
+    for key, value in gradients.items():
+        name = f"{link.name}.{key}"
+        found[name] = found[name].astype(value.dtype) + value if name in found else value
 
 
 def _read(
