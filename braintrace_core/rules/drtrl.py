@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -219,8 +220,8 @@ class DRTRL(Rule):
                 now = _held(holder, dict(enumerate(made[link.group])), twins.get(i))
                 read[i] = _read(holder, new, now, operands, apart=len(link.stored) > 1)
             else:
-                inputs, results = _waiting_step(traces, signal, i, recurrent)
-                waiting[i] = _Steps(inputs, [unless(factors.anew, result) for result in results])
+                step = _waiting_step(traces, signal, i, recurrent)
+                waiting[i] = jax.tree.map(partial(unless, factors.anew), step)  # what is forgotten may not be finite
             if link.stored:
                 of_link = _to_operands(link, operands, read[i] | meanwhile.get(i, {}))
                 found.update({f"{link.name}.{key}": unless(factors.anew, value) for key, value in of_link.items()})
