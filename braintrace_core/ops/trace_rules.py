@@ -104,7 +104,7 @@ class EinsumTrace(TraceRule):
         self.x, self.theta = operands.split(",")
         self.letters = "".join(letter for letter in self.y if letter not in self.theta) + self.theta
         self.shape = tuple(sizes[letter] for letter in self.letters)
-        self.size = int(np.prod([sizes[letter] for letter in self.theta]))  # of theta
+        self.theta_size = int(np.prod([sizes[letter] for letter in self.theta]))
         self.prepare, self.precision = prepare, precision
         unused = [letter for letter in _ALPHABET if letter not in set(self.x + self.theta + self.y)]
         self.time, self.batch = unused[:2]
@@ -181,7 +181,7 @@ class EinsumTrace(TraceRule):
             # Without a barrier the compiler would turn the product around to spare the last transposition.
             return as_theta(lax.optimization_barrier(found), self.y + self.x)
 
-        if x.size <= 2 * (cotangent.size + self.size):
+        if x.size <= 2 * (cotangent.size + self.theta_size):
             return input_first(x, cotangent)
         return lax.platform_dependent(x, cotangent, cpu=cotangent_first, default=input_first)
 
