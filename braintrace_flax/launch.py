@@ -9,17 +9,23 @@ them made of this machine's processor. Lines are printed with the number of thei
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
 __all__ = ["launch"]
 
 _NUMBERS = ("--processes", "--devices-per-process")
+
+# What Gloo says each time that processes have met. Its threads write piece by piece, so lines come mixed.
+_GREETING = re.compile(
+    r"^(\[Gloo\] |Rank |\d+| is connected to | peer ranks\. |Expected number of connected peer ranks is : |\n)*"
+)
 
 
 def launch(processes: int, devices_per_process: int, arguments: Sequence[str]) -> int:
@@ -76,10 +82,12 @@ def launch(processes: int, devices_per_process: int, arguments: Sequence[str]) -
     return next((code if code > 0 else 128 - code for code in codes if code), 0)
 
 
-def _copy(index: int, lines: TextIO, out: TextIO) -> None:
+def _copy(index: int, lines: Iterable[str], out: TextIO) -> None:
+    """Each line with the number of its process, without what Gloo has put before it or in its place."""
     for line in lines:
-        if "[Gloo]" not in line:  # says that processes have found one another, each time
-            out.write(f"[{index}] {line}")
+        own = _GREETING.sub("", line, count=1) if "[Gloo]" in line or "peer ranks" in line else line
+        if own:
+            out.write(f"[{index}] {own}")
             out.flush()
 
 

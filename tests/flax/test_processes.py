@@ -308,6 +308,13 @@ def test_the_launcher_refuses_what_it_does_not_know(given, text, capsys):
     assert text in capsys.readouterr().err
 
 
+def test_what_gloo_says_is_left_out_however_its_threads_mix_it(capsys):
+    met = "1 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n"
+    said = [f"[Gloo] Rank {met}", f"[Gloo] Rank [Gloo] Rank {met}", met, f"[Gloo] Rank 0{met}"]
+    launch._copy(1, [*said, "[Gloo] Rank step 5/6\n", "\n", "3\n", "Rank 0 is ready\n"], sys.stdout)
+    assert capsys.readouterr().out == "[1] step 5/6\n[1] \n[1] 3\n[1] Rank 0 is ready\n"
+
+
 def test_launched_processes_are_one_run(config, tmp_path, capsys):
     given = ["--config", str(config), "--folder", str(tmp_path), "--mesh", "data=2,model=2", "--steps", "6"]
     assert launch.main(["--processes=2", "--devices-per-process", "2", "--", *given]) == 0
