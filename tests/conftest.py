@@ -4,8 +4,11 @@ Tests run strictly: float64 is available, dtypes and ranks never promote silentl
 JAX's defaults instead, so that they show what a user will see.
 """
 
+import atexit
 import contextlib
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 import brainstate  # noqa: F401 - before the settings below: brainstate 0.5 resets jax_enable_x64 when imported
@@ -17,6 +20,16 @@ import pytest
 # Most of a test's time is compilation: machine code need not be fast.
 QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_TO_COMPILE}".strip()
+
+# What one test has compiled, others need not compile again, in whatever process: workers and those that tests start.
+# Set JAX_COMPILATION_CACHE_DIR to keep it for the next run.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    compiled = tempfile.mkdtemp(prefix="compiled-")
+    atexit.register(shutil.rmtree, compiled, ignore_errors=True)
+    jax.config.update("jax_compilation_cache_dir", compiled)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)  # enough for a 4 x 2 mesh
