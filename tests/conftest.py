@@ -18,8 +18,14 @@ import numpy as np
 import pytest
 
 # Most of a test's time is compilation: machine code need not be fast.
-QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_TO_COMPILE}".strip()
+QUICK_TO_COMPILE = [
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_parallel_codegen_split_count=1",  # every core has a worker already
+]
+if jax.__version_info__ < (0, 11):  # a process with a flag that it does not know ends at once
+    QUICK_TO_COMPILE += ["--xla_cpu_use_fusion_emitters=false"]
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *QUICK_TO_COMPILE]).strip()
 
 # What one test has compiled, others need not compile again, in whatever process: workers and those that tests start.
 # Set JAX_COMPILATION_CACHE_DIR to keep it for the next run.
