@@ -12,9 +12,10 @@ FIND_PYTHON := bash .ci/find-python
 PYTHON ?= $(shell $(FIND_PYTHON) 3.11 3.12 3.13)
 PYTHON_NEWEST ?= $(shell $(FIND_PYTHON) 3.13)
 PYTEST_ARGS ?= -n 2
-# What has to hold on the newest JAX: whatever looks inside a jaxpr, and a training step from end to end.
-NEWEST_TESTS := tests/core/ops/test_contract.py tests/flax/test_train_step.py \
+# What has to hold on the newest JAX: whatever looks inside a jaxpr, exactness, and a training step from end to end.
+NEWEST_TESTS := tests/core/ops/test_contract.py tests/core/rules/test_exactness.py tests/flax/test_train_step.py \
   $(foreach name,calls traps,tests/core/compiler/test_$(name).py)
+ONE_DEVICE_TESTS := tests/core/rules $(foreach name,models nan train_step,tests/flax/test_$(name).py)
 
 REQUIREMENTS := pyproject.toml $(wildcard constraints/*.txt)
 PIP := -m pip --disable-pip-version-check --quiet
@@ -89,7 +90,7 @@ test: install ## Run all tests and doctests (PYTEST_ARGS="-n 0 -k name" to choos
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: test-newest
-test-newest: ## Run the core's tests on Python 3.13 and the newest supported JAX, if there is such a Python.
+test-newest: ## Run tests of each layer on Python 3.13 and the newest supported JAX, if there is such a Python.
 	@if test -n "$(PYTHON_NEWEST)"; then \
 	  $(MAKE) --no-print-directory run-newest; \
 	else \
@@ -99,6 +100,10 @@ test-newest: ## Run the core's tests on Python 3.13 and the newest supported JAX
 .PHONY: run-newest
 run-newest: $(NEWEST)/.installed
 	$(NEWEST)/bin/python -m pytest $(PYTEST_ARGS) $(NEWEST_TESTS)
+
+.PHONY: test-one-device
+test-one-device: install ## Run the rules' tests on one device: with several, as in `make test`, traces are not changed in place.
+	JAX_NUM_CPU_DEVICES=1 $(BIN)/python -m pytest $(PYTEST_ARGS) $(ONE_DEVICE_TESTS)
 
 .PHONY: test-tpu
 test-tpu: ## Compile small train steps with the TPU's own compiler and read what it made of them; no TPU is needed.
