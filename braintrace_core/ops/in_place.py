@@ -115,13 +115,15 @@ def add_in_place(kept: Array, terms: Any, add: Callable[[Array, Any], Array], to
 def is_worth_turns(arrays: Sequence[Array], terms: int) -> bool:
     """Whether arrays that are read and written together are better served by :func:`in_turn`.
 
-    Of several, each new one is made of all old ones: done at once, some would be copied. One alone is served worse,
-    unless it is out of the cache's reach and a window adds many terms to it.
+    Of several, each new one is made of all old ones: done at once, some would be copied. The fewer terms are added, the
+    more of a turn is moving the example about, and the later it pays. One alone is served worse, unless it is out of
+    the cache's reach and a window adds many terms to it.
     """
     batch = arrays[0].shape[0]
     if not on_one_device() or batch == 1 or arrays[0].size < _LARGE_IN_TURN * batch:
         return False
-    several = len(arrays) > 1 and sum(array.nbytes for array in arrays) > _MOST_COPIED
+    most_copied = _MOST_IN_CACHE >> (0 if terms == 1 else 1 if terms <= _FEW else 2)
+    several = len(arrays) > 1 and sum(array.nbytes for array in arrays) > most_copied
     return several or (terms > _IN_ONE_PASS and arrays[0].nbytes > _MOST_IN_CACHE)
 
 
@@ -183,5 +185,5 @@ _LARGE = 1 << 14  # numbers; below, a branch or a loop costs more than a copy
 _FIRST_CACHE = 1 << 15  # bytes of it; rows of more terms do not fit, and one product of all terms is quicker
 _MOST_IN_CACHE = 1 << 25  # bytes of the last one; beyond, a product that is written and read again is slower
 _LARGE_IN_TURN = 1 << 15  # numbers of one example; below, taking turns costs more than it spares
-_MOST_COPIED = 1 << 23  # bytes of several arrays; below, a copy of one of them is quicker than taking turns
+_FEW = 8  # terms
 _IN_ONE_PASS = 16  # terms; of more at once, the sum does not fit the registers

@@ -37,7 +37,7 @@ def in_passes(monkeypatch):
 @pytest.fixture
 def example_by_example(in_passes, monkeypatch):
     """Small arrays are treated as those that no cache holds."""
-    for name in ("_LARGE_IN_TURN", "_MOST_COPIED", "_MOST_IN_CACHE"):
+    for name in ("_LARGE_IN_TURN", "_MOST_IN_CACHE"):
         monkeypatch.setattr(in_place, name, 0)
 
 
@@ -99,6 +99,20 @@ def test_examples_take_turns():
 
     found = jax.jit(lambda *args: in_place.in_turn(turn, *args))(arrays, factors, terms)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), found, turn(arrays, factors, terms))
+
+
+@pytest.mark.parametrize(
+    ("count", "megabytes", "terms", "expected"),
+    [
+        *[(2, 16, 1, False), (2, 17, 1, True)],
+        *[(2, 8, 2, False), (2, 9, 2, True), (2, 8, 8, False), (2, 9, 8, True)],
+        *[(2, 4, 9, False), (2, 5, 9, True)],
+        *[(1, 33, 16, False), (1, 33, 17, True), (1, 32, 17, False)],
+    ],
+)
+def test_turns_are_taken_where_copies_would_leave_the_cache(count, megabytes, terms, expected):
+    array = np.broadcast_to(np.float32(0), (4, megabytes, 1 << 16))
+    assert in_place.is_worth_turns([array] * count, terms) == expected
 
 
 @pytest.mark.parametrize("signal", [0.0, 1.0])
@@ -210,7 +224,7 @@ UNITS, INPUTS, BATCH = 96, 32, 4
 def test_no_trace_is_copied(monkeypatch, kind, window, run):
     if kind is adaptive:
         monkeypatch.setattr(in_place, "_LARGE_IN_TURN", 0)
-        monkeypatch.setattr(in_place, "_MOST_COPIED", 0)
+        monkeypatch.setattr(in_place, "_MOST_IN_CACHE", 0)
     weight = jnp.ones((INPUTS + UNITS, UNITS), jnp.float32)
     params = {gate: weight for gate in "ifg"} if kind is gated else weight
     state = jnp.zeros(UNITS, jnp.float32)
