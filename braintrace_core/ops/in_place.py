@@ -122,7 +122,7 @@ def is_worth_turns(arrays: Sequence[Array], terms: int) -> bool:
     batch = arrays[0].shape[0]
     if not on_one_device() or batch == 1 or arrays[0].size < _LARGE_IN_TURN * batch:
         return False
-    most_copied = _MOST_IN_CACHE >> (0 if terms == 1 else 1 if terms <= _FEW else 2)
+    most_copied = _MOST_IN_CACHE // (1 if terms == 1 else 2 if terms <= _FEW else 4)
     several = len(arrays) > 1 and sum(array.nbytes for array in arrays) > most_copied
     return several or (terms > _IN_ONE_PASS and arrays[0].nbytes > _MOST_IN_CACHE)
 
@@ -185,5 +185,5 @@ _LARGE = 1 << 14  # numbers; below, a branch or a loop costs more than a copy
 _FIRST_CACHE = 1 << 15  # bytes of it; rows of more terms do not fit, and one product of all terms is quicker
 _MOST_IN_CACHE = 1 << 25  # bytes of the last one; beyond, a product that is written and read again is slower
 _LARGE_IN_TURN = 1 << 15  # numbers of one example; below, taking turns costs more than it spares
-_FEW = 8  # terms
+_FEW = 8  # terms; adding them takes less time than a turn's moving about
 _IN_ONE_PASS = 16  # terms; of more at once, the sum does not fit the registers
