@@ -122,7 +122,7 @@ def is_worth_turns(arrays: Sequence[Array], terms: int) -> bool:
     batch = arrays[0].shape[0]
     if not on_one_device() or batch == 1 or arrays[0].size < _LARGE_IN_TURN * batch:
         return False
-    most_copied = _MOST_IN_CACHE // (1 if terms == 1 else 2 if terms <= _FEW else 4)
+    most_copied = _MOST_IN_CACHE // (1 if terms <= _FEW else 4)
     several = len(arrays) > 1 and sum(array.nbytes for array in arrays) > most_copied
     return several or (terms > _IN_ONE_PASS and arrays[0].nbytes > _MOST_IN_CACHE)
 

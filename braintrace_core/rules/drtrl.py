@@ -218,7 +218,8 @@ class DRTRL(Rule):
             if i in later:
                 holder = _holder(plan, i, twins.get(i))
                 now = _held(holder, dict(enumerate(made[link.group])), twins.get(i))
-                read[i] = _read(holder, new, now, operands, apart=len(link.stored) > 1)
+                apart = len(link.stored) > 1 and factors.sizes[1] > 1  # of one example, reading is a part of adding
+                read[i] = _read(holder, new, now, operands, apart)
             else:
                 step = _waiting_step(traces, signal, i, recurrent)
                 waiting[i] = jax.tree.map(partial(unless, factors.anew), step)  # what is forgotten may not be finite

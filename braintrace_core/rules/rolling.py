@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ..ops.in_place import in_turn
+from ..ops.in_place import after, in_turn
 from ..ops.trace_rules import TraceRule
 from .factors import Pair
 from .rule import times, total
@@ -36,10 +36,10 @@ class Roll:
     cotangents: Mapping[int, Array]
     anew: Any
 
-    def decayed(self, rule: TraceRule, a: int, old: Mapping[int, Array]) -> Array | None:
-        """What remains of old traces in component ``a``; None for nothing."""
-        terms = [times(rule.align(self.decays[a, b]), old[b]) for b in self.stored if (a, b) in self.decays]
-        return total(terms) if terms else None
+    def decayed(self, rule: TraceRule, a: int, old: Mapping[int, Array], ready: Sequence[Array] = ()) -> Array | None:
+        """What remains of old traces in component ``a``, made after those that are ready; None for nothing."""
+        decays = {b: after(ready, self.decays[a, b]) for b in self.stored if (a, b) in self.decays}
+        return total([times(rule.align(decay), old[b]) for b, decay in decays.items()]) if decays else None
 
     def new(
         self, rule: TraceRule, old: Mapping[int, Array], add: Callable[..., Array] | None = None
@@ -47,9 +47,9 @@ class Roll:
         """The traces after the window, by component; ``add`` in place of the rule's own."""
         add = add or rule.add
         before = {a: unless(self.anew, trace) for a, trace in old.items()}
-        found = {}
+        found: dict[int, Array] = {}
         for a in self.stored:
-            trace = self.decayed(rule, a, before)
+            trace = self.decayed(rule, a, before, [*found.values()])  # in an order, or each old one would be copied
             if a in self.cotangents:
                 given = self.x, self.cotangents[a]
                 trace = rule.instant(*given) if trace is None else add(trace, *given)
