@@ -27,19 +27,24 @@ def on_one_device() -> bool:
     return jax.device_count() == 1 and (mesh.empty or mesh.size == 1)
 
 
-def unless_silent(read: Callable[[Array, Array], Any], array: Array, signal: Array) -> Any:
-    """``read(array, signal)``, linear in a signal: where that is zero, the array need not be read."""
+def unless_silent(read: Callable[[Array, Array], Any], array: Array, signal: Array, onto: Any = None) -> Any:
+    """``read(array, signal)``, linear in a signal, added to ``onto``: where it is zero, the array need not be read."""
+
+    def added(array: Array, signal: Array, onto: Any) -> Any:
+        found = read(array, signal)
+        return found if onto is None else jax.tree.map(jnp.add, onto, found)
+
     if not _is_worth_it(array):
-        return read(array, signal)
+        return added(array, signal, onto)
 
-    def apart(array: Array, signal: Array) -> Any:
-        def silent(*_: Array) -> Any:
+    def apart(array: Array, signal: Array, onto: Any) -> Any:
+        def silent(array: Array, signal: Array, onto: Any) -> Any:
             shapes = jax.eval_shape(read, array, signal)
-            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes) if onto is None else onto
 
-        return lax.cond(jnp.any(signal != 0), read, silent, array, signal)
+        return lax.cond(jnp.any(signal != 0), added, silent, array, signal, onto)
 
-    return lax.platform_dependent(array, signal, cpu=apart, default=read)
+    return lax.platform_dependent(array, signal, onto, cpu=apart, default=added)
 
 
 def made_once(value: Array, large: Sequence[Any]) -> Array:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, reduce
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -388,11 +388,11 @@ def weighted_sum(weights: Array, values: Array) -> Array:
     def written_out(weights: Array, values: Array) -> Array:
         if rows <= _ROWS_AT_ONCE:
             return some(0, values, weights)
-        parts = [
-            unless_silent(partial(some, start), values, weights[start : start + _ROWS_AT_ONCE])
-            for start in range(0, rows, _ROWS_AT_ONCE)
-        ]
-        return reduce(jnp.add, parts)
+        result: Any = None
+        for start in range(0, rows, _ROWS_AT_ONCE):
+            part = weights[start : start + _ROWS_AT_ONCE]
+            result = unless_silent(partial(some, start), values, part, onto=result)
+        return result
 
     def reduced(weights: Array, values: Array) -> Array:
         return sum_of_parts(weights * values, 0)
@@ -429,7 +429,7 @@ def sum_of_parts(values: Array, axes: int | tuple[int, ...]) -> Array:
 
 
 _MOST_WRITTEN_OUT = 256
-_ROWS_AT_ONCE = 16
+_ROWS_AT_ONCE = 8  # often a power of two apart: of more, the first cache holds no line until it has been read whole
 
 
 def _same_dtype(a: Array, b: Array) -> tuple[Array, Array]:

@@ -76,7 +76,7 @@ class DRTRL(Rule):
                 traces[f"{link.name}.df.{a}"] = jnp.zeros((batch_size, *y.shape), y.dtype)
             if link.operator.x is not None:
                 x = link.operator.x.aval
-                traces[f"{link.name}.x"] = jnp.zeros((batch_size, *x.shape), x.dtype)
+                traces[plan.input_name(link)] = jnp.zeros((batch_size, *x.shape), x.dtype)
         for g, group in enumerate(plan.groups):
             for a, b in group.entries:
                 traces[f"group{g}.D.{a}.{b}"] = jnp.zeros((batch_size, *group.varshape), group.dtypes[a])
@@ -88,7 +88,10 @@ class DRTRL(Rule):
     def _advance(
         self, traces: Traces, factors: WindowFactors, signals: Mapping[int, Mapping[int, Array]]
     ) -> tuple[Traces, dict[int, dict[str, Array]]]:
-        """The traces after the window, and gradients, link -> name -> gradient, from those best read while written.
+        """The traces after the window, and what those before it say of signals, link -> name -> gradient.
+
+        The traces of a link are read and then written, those of the next link after that: what has been read is still
+        in the cache when it is written.
 
         Args:
           signals: for each link whose traces are to be read, a signal at the components that are stored of them.
@@ -98,6 +101,7 @@ class DRTRL(Rule):
         traces = {name: trace if name in large else unless(factors.anew, trace) for name, trace in traces.items()}
         new: Traces = {}
         read: dict[int, dict[str, Array]] = {}
+        written: list[Array] = []
         carried = []
         for g, group in enumerate(plan.groups):
             between = {(a, b): _behind(traces[f"group{g}.D.{a}.{b}"], factors.D[g][a, b]) for a, b in group.entries}
@@ -108,11 +112,13 @@ class DRTRL(Rule):
             new.update({f"{link.name}.df.{a}": factors.df[i][a][-1] for a in link.moved})
             x = None
             if link.operator.x is not None:
-                x = _behind(traces[f"{link.name}.x"], factors.x[i])
-                new[f"{link.name}.x"] = factors.x[i][-1]
+                x = _behind(traces[plan.input_name(link)], factors.x[i])
+                new[plan.input_name(link)] = factors.x[i][-1]
             if link.stored and i not in twins:
-                readers = {k: signals[k] for k in signals if k == i or (k in twins and twins[k].holder == i)}
-                rolled, found = _roll(link, factors, i, traces, x, df, carried[link.group], readers)
+                readers = [k for k in signals if k == i or (k in twins and twins[k].holder == i)]
+                now = {k: {a: after(written, signal) for a, signal in signals[k].items()} for k in readers}
+                rolled, found = _roll(link, factors, i, traces, x, df, carried[link.group], now)
+                written = [*rolled.values()]
                 new.update(rolled)
                 read.update(found)
         chosen = {
@@ -195,38 +201,45 @@ class DRTRL(Rule):
         plan, steps, twins = signal.plan, factors.sizes[0], self._twins(signal.plan)
         own = type(self).advance is DRTRL.advance  # a rule made of this one may have another
         signals = {i: _at_traces(traces, signal, i, twins.get(i)) for i, link in enumerate(plan.links) if link.stored}
-        read: dict[int, dict[str, Array]] = {}
-        later = []
-        for i in signals:
-            link, holder = plan.links[i], _holder(plan, i, twins.get(i))
-            turns = _in_turn(holder, traces, signal.operands[i], steps) if own else set()
-            if steps == 1 and not turns and (recurrent or link.stored == link.reached):
-                later.append(i)
-            else:
-                read[i] = _read(holder, traces, signals[i], signal.operands[i], apart=True, but=turns)
-        ready = dict(traces)
-        for g, group in enumerate(plan.groups):
-            values = [value for i, of in read.items() if plan.links[i].group == g for value in of.values()]
-            for a, b in group.entries:
-                ready[f"group{g}.D.{a}.{b}"] = after(values, traces[f"group{g}.D.{a}.{b}"])
-        new, meanwhile = self._advance(ready, factors, signals) if own else (self.advance(ready, factors), {})
+        holders = {i: _holder(plan, i, twins.get(i)) for i in signals}
+        later = [
+            i
+            for i, holder in holders.items()
+            if steps == 1 and (recurrent or plan.links[i].stored == plan.links[i].reached)
+            if not (own and _in_turn(holder, traces, signal.operands[i], steps))
+        ]
+        first = {i: of for i, of in signals.items() if i not in later}
+        if own:
+            new, read = self._advance(traces, factors, first)
+        else:
+            read = {i: _read(holders[i], traces, of, signal.operands[i], apart=True) for i, of in first.items()}
+            new = self.advance(_after_reading(traces, read, plan), factors)
         found: OperandGradients = {}
         waiting: dict[int, _Steps] = {}
         made = [_made_once(now, [new[n] for n in self._large(new, plan)]) for now in signal.groups] if later else []
         for i, link in enumerate(plan.links):
             operands = signal.operands[i]
             if i in later:
-                holder = _holder(plan, i, twins.get(i))
-                now = _held(holder, dict(enumerate(made[link.group])), twins.get(i))
+                now = _held(holders[i], dict(enumerate(made[link.group])), twins.get(i))
                 apart = len(link.stored) > 1 and factors.sizes[1] > 1  # of one example, reading is a part of adding
-                read[i] = _read(holder, new, now, operands, apart)
+                read[i] = _read(holders[i], new, now, operands, apart)
             else:
                 step = _waiting_step(traces, signal, i, recurrent)
                 waiting[i] = jax.tree.map(partial(unless, factors.anew), step)  # what is forgotten may not be finite
             if link.stored:
-                of_link = _to_operands(link, operands, read[i] | meanwhile.get(i, {}))
+                of_link = _to_operands(link, operands, read[i])
                 found.update({f"{link.name}.{key}": unless(factors.anew, value) for key, value in of_link.items()})
         return found, new, waiting
+
+
+def _after_reading(traces: Traces, read: Mapping[int, Mapping[str, Array]], plan: RulePlan) -> Traces:
+    """The traces, those of ``D`` known only once what was read of their group is."""
+    ready = dict(traces)
+    for g, group in enumerate(plan.groups):
+        values = [value for i, of in read.items() if plan.links[i].group == g for value in of.values()]
+        for a, b in group.entries:
+            ready[f"group{g}.D.{a}.{b}"] = after(values, traces[f"group{g}.D.{a}.{b}"])
+    return ready
 
 
 def _made_once(signal: tuple[Array, ...], traces: Sequence[Array]) -> tuple[Array, ...]:
@@ -289,7 +302,8 @@ def _waiting_step(traces: Traces, signal: Signal, i: int, recurrent: bool = Fals
     if not moved:
         return _Steps([], [])
     at_result = total([times(link.at_operator(now[a]), traces[f"{link.name}.df.{a}"]) for a in moved])
-    return _Steps([None if link.operator.x is None else traces[f"{link.name}.x"][None]], [at_result[None]])
+    x = None if link.operator.x is None else traces[signal.plan.input_name(link)][None]
+    return _Steps([x], [at_result[None]])
 
 
 def _steps_gradient(link: Link, operands: Sequence[Any], steps: _Steps) -> dict[str, Array]:
@@ -370,12 +384,16 @@ def _roll(
 ) -> tuple[Traces, dict[int, dict[str, Array]]]:
     """The stored traces of link ``i`` after a window (lagging by one step).
 
-    Also, for signals at the stored components, what each says of those traces that are best read while they are
-    written, by name. A window that does not count decays nothing and adds nothing: the choice is made on small arrays.
+    Also, for signals at the stored components, what those before the window say of each, by name. A window that does
+    not count decays nothing and adds nothing: the choice is made on small arrays.
     """
     new: Traces = {}
-    read: dict[int, dict[str, Array]] = {k: {} for k in signals}
+    operands = factors.operands[i]
+    turns = _in_turn(link, traces, operands, factors.sizes[0]) if signals else set()
+    read = {k: _read(link, traces, signal, operands, apart=True, but=turns) for k, signal in signals.items()}
+    already = [value for of in read.values() for value in of.values()]
     across, to_end = carried
+    across = {pair: after(already, p) for pair, p in across.items()}
     if factors.fine is not None:
         like = next(iter(across.values()))
         across = {(a, a): jnp.zeros_like(like) for a in link.stored} | dict(across)
@@ -388,8 +406,6 @@ def _roll(
         if moved:
             cotangents[a] = _if(factors.fine, moves := total(moved), jnp.zeros_like(moves))
     roll = Roll(link.stored, decays, x, cotangents, factors.anew)
-    operands = factors.operands[i]
-    turns = _in_turn(link, traces, operands, factors.sizes[0]) if signals else set()
     for name, rule in link.traces(operands).rules.items():
         if isinstance(rule, EmbeddingTrace) and has_rows(traces, link.name):
             new.update(roll_rows(link.name, rule, traces, x, partial(roll.decayed, rule), cotangents, link.stored))

@@ -192,6 +192,11 @@ class RulePlan:
         followed = {id(link.operator.eqn) for link in self.links}
         return [i for i, op in enumerate(self.program.schedule.operators) if id(op.eqn) not in followed]
 
+    def input_name(self, link: Link) -> str:
+        """The name of what a rule keeps of an operator's input; operators with one input share it."""
+        first = next(other for other in self.links if other.operator.x is link.operator.x)
+        return f"{first.name}.x"
+
     @cached_property
     def without_recurrence(self) -> RulePlan:
         """The same with nothing handed from step to step."""

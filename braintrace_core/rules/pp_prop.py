@@ -54,13 +54,11 @@ class PPProp(Rule):
         plan = as_plan(graph)
         traces: Traces = {"steps": jnp.zeros((batch_size,), jnp.int32)}
         for link in plan.links:
-            if link.operator.x is not None and input_name(plan, link) not in traces:
+            if link.operator.x is not None and plan.input_name(link) not in traces:
                 shape = encoded_input(
                     link.operator, jax.ShapeDtypeStruct(link.operator.x.aval.shape, link.operator.x.aval.dtype)
                 )
-                traces[input_name(plan, link)] = jnp.zeros(
-                    (batch_size, *shape.shape), storage_dtype(dtype, shape.dtype)
-                )
+                traces[plan.input_name(link)] = jnp.zeros((batch_size, *shape.shape), storage_dtype(dtype, shape.dtype))
             y = link.operator.y.aval
             for a in link.reached:
                 traces[f"{link.name}.f.{a}"] = jnp.zeros((batch_size, *y.shape), storage_dtype(dtype, y.dtype))
@@ -89,7 +87,7 @@ class PPProp(Rule):
         """The traces after a window and, for signals, what each step sees; rounded once, at the end."""
         plan, (keep_x, keep_f) = factors.plan, self.decays
         inputs = {
-            input_name(plan, link): encoded_input(link.operator, factors.x[i])
+            plan.input_name(link): encoded_input(link.operator, factors.x[i])
             for i, link in enumerate(plan.links)
             if link.operator.x is not None
         }
@@ -124,7 +122,7 @@ class PPProp(Rule):
             found = found.astype(link.operator.y.aval.dtype)
             cotangents.append(found * _spread(weight, found).astype(found.dtype))
             if link.operator.x is not None:
-                inputs[input_name(plan, link)] = traces[input_name(plan, link)]
+                inputs[plan.input_name(link)] = traces[plan.input_name(link)]
         return _Seen(inputs, cotangents)
 
 
@@ -139,16 +137,10 @@ def _gradient(seen: _Seen, signal: Signal) -> OperandGradients:
     """One product over all steps, for each link."""
     found: OperandGradients = {}
     for i, link in enumerate(signal.plan.links):
-        x = None if link.operator.x is None else seen.inputs[input_name(signal.plan, link)]
+        x = None if link.operator.x is None else seen.inputs[signal.plan.input_name(link)]
         for key, value in encoded_gradient(link.operator, signal.operands[i], x, seen.cotangents[i]).items():
             found[f"{link.name}.{key}"] = value
     return found
-
-
-def input_name(plan: RulePlan, link: Link) -> str:
-    """The name of the trace of an operator's input; operators with one input share it."""
-    first = next(other for other in plan.links if other.operator.x is link.operator.x)
-    return f"{first.name}.x"
 
 
 def _respond(

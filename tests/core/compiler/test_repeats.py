@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from braintrace_core import compile_step_graph
-from braintrace_core.rules import PPProp, RulePlan
+from braintrace_core.rules import DRTRL, PPProp, RulePlan
 from tests.core.rules import zoo
 
 N, WIDE = zoo.UNITS, zoo.FEATURES + zoo.UNITS
@@ -39,8 +39,8 @@ def test_gates_share_their_input(join):
     graph = graph_of(gated(join, join))
     first, second = graph.hidden_param_op_relations
     assert first.x_var is second.x_var
-    inputs = [name for name in PPProp().init(RulePlan.of(graph), 1) if name.endswith(".x")]
-    assert len(inputs) == 1
+    for rule in (PPProp(), DRTRL()):
+        assert len([name for name in rule.init(RulePlan.of(graph), 1) if name.endswith(".x")]) == 1
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import braintrace_core as bc
-from braintrace_core.ops import in_place
+from braintrace_core.ops import in_place, trace_rules
 from braintrace_core.rules import DRTRL, Rule, RulePlan, drtrl, online_gradient, step_online_gradient
 from tests.core.rules import zoo
 from tests.core.rules.test_windows_that_do_not_count import check as check_windows
@@ -123,6 +123,22 @@ def test_an_array_is_read_only_if_a_signal_speaks(signal):
     assert bool(jnp.isnan(found).all()) == bool(signal)
 
 
+@pytest.mark.parametrize("signal", [0.0, 2.0])
+def test_what_is_read_is_added_to_what_there_is(signal):
+    read = lambda a, s: (a * s).sum(0)  # noqa: E731
+    add = jax.jit(lambda a, s, onto: in_place.unless_silent(read, a, s, onto=onto))
+    array, onto = jnp.ones((128, 128)), jnp.arange(128.0)
+    np.testing.assert_array_equal(add(array, jnp.full((1, 128), signal), onto), onto + 128 * signal)
+
+
+@pytest.mark.parametrize("rows", [3, 8, 9, 40])
+def test_any_number_of_rows_is_summed(rows):
+    of_weights, of_values = jax.random.split(jax.random.key(0))
+    weights, values = jax.random.normal(of_weights, (rows, 1, 64)), jax.random.normal(of_values, (rows, 96, 64))
+    found = jax.jit(trace_rules.weighted_sum)(weights, values)
+    np.testing.assert_allclose(found, (weights * values).sum(0), rtol=1e-9, atol=1e-12)
+
+
 def test_what_waits_for_a_result_keeps_its_numbers():
     value = jnp.array([1.0, -0.0, jnp.inf])
     for result in (0.0, jnp.inf, -jnp.inf, jnp.nan):
@@ -225,6 +241,21 @@ def test_no_trace_is_copied(monkeypatch, kind, window, run):
         monkeypatch.setattr(in_place, "_LARGE_IN_TURN", 0)
         monkeypatch.setattr(in_place, "_MOST_IN_CACHE", 0)
     assert copies_of_traces(kind, window, run, BATCH) == 0
+
+
+def test_a_trace_is_written_before_the_next_is_read(monkeypatch):
+    """What is written waits for what was read of it, and the next signal for what was written."""
+    waits = []
+
+    def after(results, value):
+        waits.append(({result.shape for result in results}, value.shape))
+        return in_place.after(results, value)
+
+    monkeypatch.setattr(drtrl, "after", after)
+    copies_of_traces(gated, 4, online_gradient, BATCH)
+    weight, units = (INPUTS + UNITS, UNITS), (BATCH, UNITS)
+    expected = [(set(), units), ({weight}, units)] + 2 * [({(BATCH, *weight)}, units), ({weight}, units)]
+    assert waits[: len(expected)] == expected
 
 
 @pytest.mark.parametrize("run", [online_gradient, step_online_gradient])
