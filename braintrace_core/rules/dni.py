@@ -13,7 +13,7 @@ from jax import Array, lax
 from .._compat import Var
 from ..compiler.graph import ETraceGraph
 from .drtrl import DRTRL
-from .factors import WindowFactors, signal_of_states
+from .factors import signal_of_states
 from .influence import HiddenVector
 from .operators import add_to
 from .plan import RulePlan
@@ -70,10 +70,6 @@ class DNI(DRTRL):
         vector = HiddenVector(plan)
         own = self.synthesiser.init(vector.size, vector.dtype)
         return {**super().init(plan, batch_size, dtype), **{PREFIX + name: value for name, value in own.items()}}
-
-    def advance(self, traces: Traces, factors: WindowFactors) -> Traces:
-        followed = {name: value for name, value in traces.items() if not name.startswith(PREFIX)}
-        return {**traces, **super().advance(followed, factors)}
 
     def future(self, traces: Traces, plan: RulePlan, states: Sequence[Any]) -> Array:
         """The estimated gradient of the hidden values ``(batch, size)`` at these states."""

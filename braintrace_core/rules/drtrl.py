@@ -121,14 +121,20 @@ class DRTRL(Rule):
                 written = [*rolled.values()]
                 new.update(rolled)
                 read.update(found)
-        chosen = {
-            name: new[name] if name in large else _if(factors.fine, new[name], old) for name, old in traces.items()
-        }
-        return chosen, read
+        chosen = {name: of if name in large else _if(factors.fine, of, traces[name]) for name, of in new.items()}
+        return {**traces, **chosen}, read
+
+    @property
+    def _advances_so(self) -> bool:
+        """Whether traces advance as here.
+
+        A rule made of this one may have another ``advance``, which faster ways to the same would not follow.
+        """
+        return type(self).advance is DRTRL.advance
 
     def _twins(self, plan: RulePlan) -> Mapping[int, Twin]:
         """The links whose traces another one holds; a rule made of this one may treat the two differently."""
-        return twins_of(plan) if type(self).advance is DRTRL.advance else {}
+        return twins_of(plan) if self._advances_so else {}
 
     @staticmethod
     def _large(traces: Traces, plan: RulePlan) -> set[str]:
@@ -152,6 +158,8 @@ class DRTRL(Rule):
     def gradient_and_advance(
         self, traces: Traces, signal: Signal, factors: WindowFactors
     ) -> tuple[OperandGradients, Traces]:
+        if not self._advances_so:
+            return super().gradient_and_advance(traces, signal, factors)
         found, new, waiting = self._around(traces, signal, factors)
         for i, steps in waiting.items():
             link = signal.plan.links[i]
@@ -159,11 +167,15 @@ class DRTRL(Rule):
         return found, new
 
     def step_gradient(self, traces: Traces, factors: WindowFactors, signals: Signal) -> OperandGradients:
+        if not self._advances_so:
+            return super().step_gradient(traces, factors, signals)
         return self.step_gradient_and_advance(traces, factors, signals)[0]
 
     def step_gradient_and_advance(
         self, traces: Traces, factors: WindowFactors, signals: Signal
     ) -> tuple[OperandGradients, Traces]:
+        if not self._advances_so:
+            return super().step_gradient_and_advance(traces, factors, signals)
         plan = factors.plan
         credits, before = zip(
             *(
@@ -199,21 +211,15 @@ class DRTRL(Rule):
           gradients, traces, and for some links the step that waits, which the gradients lack.
         """
         plan, steps, twins = signal.plan, factors.sizes[0], self._twins(signal.plan)
-        own = type(self).advance is DRTRL.advance  # a rule made of this one may have another
         signals = {i: _at_traces(traces, signal, i, twins.get(i)) for i, link in enumerate(plan.links) if link.stored}
         holders = {i: _holder(plan, i, twins.get(i)) for i in signals}
         later = [
             i
             for i, holder in holders.items()
             if steps == 1 and (recurrent or plan.links[i].stored == plan.links[i].reached)
-            if not (own and _in_turn(holder, traces, signal.operands[i], steps))
+            if not _in_turn(holder, traces, signal.operands[i], steps)
         ]
-        first = {i: of for i, of in signals.items() if i not in later}
-        if own:
-            new, read = self._advance(traces, factors, first)
-        else:
-            read = {i: _read(holders[i], traces, of, signal.operands[i], apart=True) for i, of in first.items()}
-            new = self.advance(_after_reading(traces, read, plan), factors)
+        new, read = self._advance(traces, factors, {i: of for i, of in signals.items() if i not in later})
         found: OperandGradients = {}
         waiting: dict[int, _Steps] = {}
         made = [_made_once(now, [new[n] for n in self._large(new, plan)]) for now in signal.groups] if later else []
@@ -230,16 +236,6 @@ class DRTRL(Rule):
                 of_link = _to_operands(link, operands, read[i])
                 found.update({f"{link.name}.{key}": unless(factors.anew, value) for key, value in of_link.items()})
         return found, new, waiting
-
-
-def _after_reading(traces: Traces, read: Mapping[int, Mapping[str, Array]], plan: RulePlan) -> Traces:
-    """The traces, those of ``D`` known only once what was read of their group is."""
-    ready = dict(traces)
-    for g, group in enumerate(plan.groups):
-        values = [value for i, of in read.items() if plan.links[i].group == g for value in of.values()]
-        for a, b in group.entries:
-            ready[f"group{g}.D.{a}.{b}"] = after(values, traces[f"group{g}.D.{a}.{b}"])
-    return ready
 
 
 def _made_once(signal: tuple[Array, ...], traces: Sequence[Array]) -> tuple[Array, ...]:

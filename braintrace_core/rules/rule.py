@@ -32,7 +32,8 @@ class Rule(ABC):
 
     Every method is a pure function. ``plan`` stands for the compiled graph; a graph will do in its place.
 
-    A rule of one's own is a subclass. This one is D-RTRL with traces that fade faster than the network's memory:
+    A rule of one's own is a subclass; all else follows from its ``init``, ``advance`` and ``gradient``, step by step
+    where credit is given at each step. This one is D-RTRL with traces that fade faster than the network's memory:
 
     >>> import jax, jax.numpy as jnp
     >>> from dataclasses import dataclass, replace

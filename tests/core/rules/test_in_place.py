@@ -198,14 +198,19 @@ class Fading(DRTRL):
         return super().advance(traces, replace(factors, D=jax.tree.map(lambda d: 0.5 * d, factors.D)))
 
 
-class InTwo(Fading):
+class AsDefined(Fading):
+    """With none of the ways of its own in which D-RTRL combines reading and advancing."""
+
     gradient_and_advance = Rule.gradient_and_advance
+    step_gradient = Rule.step_gradient
+    step_gradient_and_advance = Rule.step_gradient_and_advance
 
 
-def test_a_rule_made_of_drtrl_advances_its_own_way(example_by_example):
+@pytest.mark.parametrize("credit", ["window", "step"])
+def test_a_rule_made_of_drtrl_advances_its_own_way(example_by_example, credit):
     case = UNIT_WISE["two_states"]
     carry, inputs = zoo.batch_of(case)
-    found, expected = (zoo.online(case, rule, 4, carry, inputs)[0] for rule in (Fading(), InTwo()))
+    found, expected = (zoo.online(case, rule, 4, carry, inputs, credit=credit)[0] for rule in (Fading(), AsDefined()))
     zoo.assert_close(found, expected)
 
 
