@@ -61,8 +61,12 @@ class LoopProduct:
         _, weight, *bias = operands
         return [_joined([weight[place] for place in self.left], 0), *([] if self.known else bias)]
 
+    def left_input(self, x: Any) -> Any:
+        """The pieces of its input that are left to the loop."""
+        return _joined([x[..., place] for place in self.left], -1)
+
     def in_the_loop(self, left: Sequence[Any], steps: int = 1) -> Callable[[Any], Array]:
-        """What is left of its result, from its whole input, for a loop of so many steps.
+        """What is left of its result, from what is left of its input, for a loop of so many steps.
 
         Args:
           left: from :meth:`left_operands`; or those of several products of the same input, side by side.
@@ -73,13 +77,13 @@ class LoopProduct:
         product: Callable[..., Array] = partial(eqn.primitive.bind, **params)
         if steps >= _STEPS_WORTH_A_COPY:
             product = _with_way_back(product, rows, params["precision"], params["preferred_element_type"])
-        return lambda x: product(_joined([x[..., place] for place in self.left], -1), rows, *bias)
+        return lambda x: product(x, rows, *bias)
 
 
 def results_in_loop(
     products: Mapping[int, LoopProduct], operands: Mapping[int, Sequence[Any]], sizes: tuple[int, int]
 ) -> dict[int, Callable[[Any], dict[int, Array]]]:
-    """For each product, what makes its result in the loop, and those of products joined with it, of their input.
+    """For each product, what makes its result in the loop, and those of the other products of its input, of the input.
 
     Args:
       products: by operator.
@@ -96,20 +100,29 @@ def results_in_loop(
     found: dict[int, Callable[[Any], dict[int, Array]]] = {}
     for members in alike.values():
         together = _is_worth_joining([left[i][0].size for i in members], batch)
-        for some in [members] if together else [[i] for i in members]:
-            found.update(dict.fromkeys(some, _joined_results(products[some[0]], {i: left[i] for i in some}, steps)))
+        groups = [
+            _joined_results(products[some[0]], {i: left[i] for i in some}, steps)
+            for some in ([members] if together else [[i] for i in members])
+        ]
+        found.update(dict.fromkeys(members, partial(_results, products[members[0]], groups)))
     return found
+
+
+def _results(product: LoopProduct, groups: Sequence[Callable[[Any], dict[int, Array]]], x: Any) -> dict[int, Array]:
+    """The results of products of one input, any of which is ``product``; errors meet before they go back to it."""
+    left = product.left_input(x)
+    return {i: result for results in groups for i, result in results(left).items()}
 
 
 def _joined_results(
     product: LoopProduct, left: Mapping[int, Sequence[Any]], steps: int
 ) -> Callable[[Any], dict[int, Array]]:
-    """The results of products of one input, made as one; ``product`` is any of them."""
+    """The results of products of one input, made as one, of what is left of it; ``product`` is any of them."""
     run = product.in_the_loop([_joined(of, -1) for of in zip(*left.values(), strict=True)], steps)
     ends = np.cumsum([rows.shape[-1] for rows, *_ in left.values()])
 
-    def results(x: Any) -> dict[int, Array]:
-        return dict(zip(left, jnp.split(run(x), ends[:-1], axis=-1), strict=True))
+    def results(left_input: Any) -> dict[int, Array]:
+        return dict(zip(left, jnp.split(run(left_input), ends[:-1], axis=-1), strict=True))
 
     return results
 

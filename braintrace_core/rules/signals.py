@@ -65,7 +65,8 @@ def whole_step_signals(
                 return bind_equation(eqn, operands)
             if product := split.get(eqn.outvars[0]):  # what is beside the moving states need not be asked
                 share = product.in_the_loop(product.left_operands(operands))
-                return _known_results([by_result[eqn.outvars[0]]], lambda x: [share(x)], [operands[0]])
+                left = product.left_input(operands[0])
+                return _known_results([by_result[eqn.outvars[0]]], lambda x: [share(x)], [left])
             places = [i for i, v in enumerate(eqn.invars) if isinstance(v, Var) and v in moving]
 
             def again(*moved: Any) -> list[Any]:

@@ -68,6 +68,11 @@ def test_the_gradient_is_that_of_the_loop(name, bias):
 
 def products_of(net, in_loops):
     """The products inside loops, or outside of them, of a window and its gradient."""
+    return equations_of(net, in_loops, ("etp_m", "dot_general"))
+
+
+def equations_of(net, in_loops, names):
+    """Some equations inside loops, or outside of them, of a window and its gradient, by how their names begin."""
     carry, inputs = zoo.batch_of(net)
     plan = RulePlan.of(compile_step_graph(net.step, net.params, net.carry, inputs[0, 0]))
     program, leaves = plan.program, jax.tree.leaves(net.params)
@@ -80,7 +85,7 @@ def products_of(net, in_loops):
 
     def walk(jaxpr, inside):
         for eqn in jaxpr.eqns:
-            if inside == in_loops and eqn.primitive.name.startswith(("etp_m", "dot_general")):
+            if inside == in_loops and eqn.primitive.name.startswith(names):
                 found.append(eqn)
             for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
                 inner = getattr(inner, "jaxpr", inner)
@@ -200,6 +205,11 @@ def test_other_gates_have_products_of_their_own(monkeypatch, most_on_one_core, w
     monkeypatch.setattr(products_module, "_MOST_ON_ONE_CORE", most_on_one_core)
     monkeypatch.setattr(products_module, "_WORTH_SEVERAL_CORES", worth_several)
     assert len(products_of(gates((), dtypes=dtypes), in_loops=True)) == 4
+
+
+def test_errors_of_gates_meet_before_they_go_back_to_their_input():
+    """The states' share of the input is cut out once, and what goes back to it is put in its place once."""
+    assert len(equations_of(gates(()), True, ("pad",))) == 1
 
 
 @pytest.mark.parametrize(
