@@ -10,7 +10,7 @@ import optax
 from jax import Array, lax
 
 from braintrace_core.ops.in_place import on_one_device
-from braintrace_core.rules import TBPTT, EProp, Rule, Traces, get_rule, past_gradient
+from braintrace_core.rules import TBPTT, Rule, Traces, get_rule, past_gradient
 
 from .checks import check_credit
 from .explicit import on_any_mesh, sharding_of
@@ -282,7 +282,7 @@ def _check_call(updates: Any, params: Any, online: Any, settings: Settings) -> N
             f'The window was made with credit="{online.credit}" and `online_grad` with credit="{settings.credit}": '
             f'write `value_and_grad(model, loss, credit="{settings.credit}")`.'
         )
-    if isinstance(settings.rule, EProp) and settings.rule.feedback == "random" and online.rule != settings.rule:
+    if settings.rule.feedback_seed is not None and online.rule != settings.rule:
         raise ValueError(
             "Random feedback takes part in the gradient of the window: give `value_and_grad` the rule too, "
             f'`value_and_grad(model, loss, credit="step", rule={settings.rule})`.'

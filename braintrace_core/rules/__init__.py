@@ -1,6 +1,7 @@
 """Learning rules: pure functions from factors, traces and signals to gradients. One file a family."""
 
 from .baselines import BPTT, TBPTT
+from .combined import Combined
 from .dni import DNI, LinearSynthesiser
 from .drtrl import DRTRL
 from .eprop import EProp, Immediate, ThreeFactor
@@ -32,6 +33,7 @@ __all__ = [
     "RTRL",
     "TBPTT",
     "UORO",
+    "Combined",
     "EProp",
     "GradientComparison",
     "Immediate",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -60,10 +60,12 @@ class DNI(DRTRL):
       learning_rate: of the synthesiser's own gradient descent on the squared error, a mean over examples.
     """
 
-    minds_windows: ClassVar[bool] = False  # a synthesiser learns in every window
-
     synthesiser: Synthesiser = field(default_factory=LinearSynthesiser)
     learning_rate: float = 0.01
+
+    @property
+    def minds_windows(self) -> bool:
+        return False  # a synthesiser learns in every window
 
     def init(self, graph: ETraceGraph | RulePlan, batch_size: int, dtype: Any = None) -> Traces:
         plan = as_plan(graph)

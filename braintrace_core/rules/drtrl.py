@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,13 +50,15 @@ class DRTRL(Rule):
         the trace ``"...rows.lost"``.
     """
 
-    minds_windows: ClassVar[bool] = True
-
     rows: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.rows is not None and (isinstance(self.rows, bool) or not isinstance(self.rows, int) or self.rows < 1):
             raise ValueError(f"`rows` is how many rows to follow, at least 1, or None; got {self.rows!r}.")
+
+    @property
+    def minds_windows(self) -> bool:
+        return self._advances_so
 
     def init(self, graph: ETraceGraph | RulePlan, batch_size: int, dtype: Any = None) -> Traces:
         plan = as_plan(graph)

@@ -18,7 +18,6 @@ from ..ops.dtypes import common_dtype
 from ..ops.trace_rules import sum_of_parts
 from .baselines import BPTT, TBPTT, checkpointed_gradient
 from .dni import DNI, with_future
-from .eprop import EProp
 from .factors import Signal, signal_of_states, window_factors
 from .operators import add_to
 from .plan import RulePlan
@@ -343,14 +342,14 @@ def past_gradient(
 
 def random_feedback(plan: RulePlan, rule: Rule | None, frontier: Mapping[Var, Any]) -> dict[int, Any]:
     """For a rule with random feedback, operands to send errors back through, for every operator of the readout."""
-    if not isinstance(rule, EProp) or rule.feedback != "random":
+    if rule is None or rule.feedback_seed is None:
         return {}
     program = plan.program
     readout = {id(eqn) for eqn in program.schedule.outputs.eqns}
     found = {}
     for i, operator in enumerate(program.schedule.operators):
         if id(operator.eqn) in readout and operator.x is not None:
-            key = jax.random.fold_in(jax.random.key(rule.seed), i)
+            key = jax.random.fold_in(jax.random.key(rule.feedback_seed), i)
             operands = program.operand_values(operator, frontier)
             for j, (place, var) in enumerate(zip(operator.eqn.invars, operands, strict=True)):
                 if place in operator.operands.values():
@@ -360,7 +359,7 @@ def random_feedback(plan: RulePlan, rule: Rule | None, frontier: Mapping[Var, An
             found[i] = operands
     if not found:
         raise ValueError(
-            'EProp(feedback="random") found no readout to send errors back through: no weight stands between the '
+            "Random feedback found no readout to send errors back through: no weight stands between the "
             "hidden states and the outputs of a step. A readout that is a hidden state itself (a leaky one in the "
             "carry) is not taken for one: let the outputs be `h @ weights`, and use `kappa` for the leak."
         )

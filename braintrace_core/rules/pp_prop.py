@@ -50,6 +50,10 @@ class PPProp(Rule):
         sides = self.decay if isinstance(self.decay, tuple) else (self.decay, self.decay)
         return _decay(sides[0]), _decay(sides[1])
 
+    @property
+    def keep(self) -> float:
+        return self.decays[1]
+
     def init(self, graph: ETraceGraph | RulePlan, batch_size: int, dtype: Any = None) -> Traces:
         plan = as_plan(graph)
         traces: Traces = {"steps": jnp.zeros((batch_size,), jnp.int32)}

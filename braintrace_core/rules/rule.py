@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,9 +55,24 @@ class Rule(ABC):
     ['group0.D.0.0', 'params@0.df.0']
     """
 
-    minds_windows: ClassVar[bool] = False
-    """Whether ``advance`` looks at ``factors.fine`` and ``factors.anew`` itself. Choosing between two whole sets of
-    traces afterwards, as is done for other rules, reads and writes them once more."""
+    @property
+    def minds_windows(self) -> bool:
+        """Whether ``advance`` looks at ``factors.fine`` and ``factors.anew`` itself.
+
+        Choosing between two whole sets of traces afterwards, as is done for other rules, reads and writes them once
+        more.
+        """
+        return False
+
+    @property
+    def keep(self) -> float:
+        """How much of what ``D`` hands on the rule keeps from step to step."""
+        return 1.0
+
+    @property
+    def feedback_seed(self) -> int | None:
+        """The seed of fixed random weights that errors come back through; None for the readout's own weights."""
+        return None
 
     @abstractmethod
     def init(self, graph: ETraceGraph | RulePlan, batch_size: int, dtype: Any = None) -> Traces:

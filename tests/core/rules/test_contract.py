@@ -26,6 +26,7 @@ from braintrace_core.rules import (
     RTRL,
     TBPTT,
     UORO,
+    Combined,
     EProp,
     Immediate,
     PPProp,
@@ -57,6 +58,7 @@ RULES = {
     "snap 1": SnAp(1),
     "snap 2": SnAp(2),
     "dni": DNI(),
+    "combined": Combined(PPProp(0.8), recurrence="coupled", kappa=0.6),
 }
 # D-RTRL, which keeps a trace for every operator, meets all models; rules that keep less of an operator, that see a step
 # as a whole, or that share another rule's trace, meet a few of each kind.
@@ -73,6 +75,7 @@ FEW = {
     "snap 1": ["gru", "complex_dense"],
     "snap 2": ["sparse", "alif"],
     "dni": ["stack"],
+    "combined": ["lstm", "alif"],
     "tbptt": [],  # it has no traces
 }
 SHAPES = [(rule, name) for rule in RULES for name in FEW.get(rule, MODELS) or ["gru"]]

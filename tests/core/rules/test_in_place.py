@@ -208,6 +208,7 @@ class AsDefined(Fading):
 
 @pytest.mark.parametrize("credit", ["window", "step"])
 def test_a_rule_made_of_drtrl_advances_its_own_way(example_by_example, credit):
+    assert not Fading().minds_windows  # its advance knows nothing of windows that do not count
     case = UNIT_WISE["two_states"]
     carry, inputs = zoo.batch_of(case)
     found, expected = (zoo.online(case, rule, 4, carry, inputs, credit=credit)[0] for rule in (Fading(), AsDefined()))

@@ -95,8 +95,8 @@ def test_the_local_derivative_forgets_the_past():
         (lambda: PPProp(1.0), r"decay in \[0, 1\), got 1.0"),
         (lambda: PPProp(0), "rank of at least 1, got 0"),
         (lambda: PPProp("0.9"), "a number, a rank as a whole number"),
-        (lambda: EProp(kappa=1.0), r"kappa in \[0, 1\), got 1.0"),
-        (lambda: EProp(feedback="none"), 'feedback "symmetric" or "random"'),
+        (lambda: EProp(kappa=1.0), r"`kappa` is a decay in \[0, 1\), got 1.0"),
+        (lambda: EProp(feedback="none"), '`feedback` is "symmetric" or "random"'),
         (lambda: get_rule("rtlr"), "There is no rule 'rtlr'. Use one of bptt, d_rtrl"),
     ],
 )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import braintrace_core as bc
-from braintrace_core.rules import DRTRL, EProp, RulePlan, past_gradient, step_gradient, window_gradient
+from braintrace_core.rules import DRTRL, OSTL, EProp, Immediate, RulePlan, past_gradient, step_gradient, window_gradient
 from tests.core.rules import zoo
 
 UNIT_WISE, MIXING = zoo.cases()
@@ -46,6 +46,8 @@ CASES = [
     ("embedding", DRTRL(rows=2)),
     ("embedding", DRTRL()),
     ("lstm", EProp(kappa=0.7)),
+    ("lstm", OSTL()),
+    ("gru", Immediate()),
 ]
 
 
