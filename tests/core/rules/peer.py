@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from braintrace_core import compile_etrace_graph, nn
-from braintrace_core.rules import RulePlan, online_gradient, step_online_gradient
+from braintrace_core.rules import Rule, RulePlan, online_gradient, step_online_gradient
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -228,7 +228,7 @@ def forward(model):
         yield module
 
 
-class CountedTwice:
+class CountedTwice(Rule):
     """A rule on a wrong signal: that of a state goes by way of its reader too, though the reader's trace has it.
 
     For windows of all steps.
@@ -236,13 +236,20 @@ class CountedTwice:
 
     def __init__(self, model, rule):
         self.rule, self.names = rule, READERS[model]
-        self.init = rule.init
         if model == "CUBA":
             self.slope = 1 - np.exp(-1 / TAU)
         else:
             states = [(module.cells[0].c.value, module.cells[0].h.value) for module in forward(model)]
             c, h = map(jnp.stack, zip(*states, strict=True))
             self.slope = h / jnp.tanh(c) * (1 - jnp.tanh(c) ** 2)
+
+    def init(self, graph, batch_size, dtype=None):
+        return self.rule.init(graph, batch_size, dtype)
+
+    def advance(self, traces, factors):
+        raise AssertionError
+
+    gradient = advance
 
     def step_gradient_and_advance(self, traces, factors, signals):
         (group,), (now,) = signals.plan.graph.hidden_groups, signals.groups
