@@ -18,7 +18,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-__all__ = ["add_in_place", "after", "in_turn", "is_worth_turns", "made_once", "on_one_device", "unless_silent"]
+__all__ = [
+    "add_in_place",
+    "after",
+    "concatenated",
+    "in_turn",
+    "is_worth_turns",
+    "made_once",
+    "on_one_device",
+    "unless_silent",
+]
 
 
 def on_one_device() -> bool:
@@ -52,11 +61,23 @@ def made_once(value: Array, large: Sequence[Any]) -> Array:
     if not any(map(_is_worth_it, large)):
         return value
 
-    def made(value: Array) -> Array:
-        always = lax.optimization_barrier(jnp.int32(1))  # not known to the compiler, or it would merge what follows
-        return lax.cond(always > 0, lambda value: value, jnp.zeros_like, value)
+    def same(value: Array) -> Array:
+        return value
 
-    return lax.platform_dependent(value, cpu=made, default=lambda value: value)
+    return lax.platform_dependent(value, cpu=partial(_apart, same), default=same)
+
+
+def concatenated(pieces: Sequence[Array]) -> Array:
+    """Arrays one after the other along their first axis.
+
+    Merged with a transposition, joining them is slow; apart from it, they are written once more. That is worth it where
+    they stay in the second cache meanwhile, or where rows of the merged one want the same places of the first.
+    """
+    row = pieces[0].shape[-1] * pieces[0].dtype.itemsize
+    is_small = sum(piece.nbytes for piece in pieces) <= _HALF_SECOND_CACHE
+    if len(pieces) == 1 or not _is_worth_it(pieces) or not (is_small or row % _SAME_PLACES == 0):
+        return jnp.concatenate(pieces)
+    return lax.platform_dependent(list(pieces), cpu=partial(_apart, jnp.concatenate), default=jnp.concatenate)
 
 
 def after(results: Sequence[Array], value: Array) -> Array:
@@ -90,16 +111,13 @@ def add_in_place(kept: Array, terms: Any, add: Callable[[Array, Any], Array], to
 
     def in_passes(kept: Array, terms: Any) -> Array:
         first = (count - 1) % at_once + 1
-        always = lax.optimization_barrier(jnp.int32(1))  # not known to the compiler, or it would merge what follows
+        always = _always()
 
         def add_from(start: Any, some: int, kept: Array) -> Array:
             def take(start: Any) -> Any:
                 return jax.tree.map(lambda of: _side_by_side(lax.dynamic_slice_in_dim(of, start, some)), terms)
 
-            def nothing(start: Any) -> Any:
-                return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(take, start))
-
-            taken = lax.cond(always > 0, take, nothing, start)
+            taken = _apart(take, start, always=always)
             for t in range(some):
                 kept = add(kept, jax.tree.map(partial(_one_of, t), taken, terms))
             return kept
@@ -143,16 +161,13 @@ def in_turn(turn: Callable[..., tuple[Any, Any]], arrays: Any, over_batch: Any, 
       over_time: a tree; the second axis is.
     """
     batch = jax.tree.leaves(arrays)[0].shape[0]
-    always = lax.optimization_barrier(jnp.int32(1))  # not known to the compiler, or it would merge what follows
+    always = _always()
 
     def example(tree: Any, i: Any, axis: int = 0) -> Any:
         return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, i, 1, axis), tree)
 
-    def nothing(tree: Any, _: Any) -> Any:
-        return jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape[1:]), leaf.dtype), tree)
-
     def one(arrays: Any, i: Any) -> tuple[Any, Any]:
-        parts = lax.cond(always > 0, example, nothing, arrays, i)
+        parts = _apart(example, arrays, i, always=always)
         return turn(parts, example(over_batch, i), example(over_time, i, 1))
 
     def body(i: Any, now: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -164,6 +179,20 @@ def in_turn(turn: Callable[..., tuple[Any, Any]], arrays: Any, over_batch: Any, 
     _, read = jax.eval_shape(one, arrays, 0)
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), read)
     return lax.fori_loop(0, always * batch, body, (arrays, zeros))
+
+
+def _apart(make: Callable[..., Any], *args: Any, always: Array | None = None) -> Any:
+    """``make(*args)`` in a branch of its own; inside of a loop, ``always`` is from outside of it."""
+
+    def nothing(*args: Any) -> Any:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(make, *args))
+
+    return lax.cond((_always() if always is None else always) > 0, make, nothing, *args)
+
+
+def _always() -> Array:
+    """One, but that is not known to the compiler, or it would do without the branch and merge what it holds."""
+    return lax.optimization_barrier(jnp.int32(1))
 
 
 def _side_by_side(terms: Array) -> Array:
@@ -188,7 +217,9 @@ def _is_worth_it(arrays: Any) -> bool:
 
 _LARGE = 1 << 14  # numbers; below, a branch or a loop costs more than a copy
 _FIRST_CACHE = 1 << 15  # bytes of it; rows of more terms do not fit, and one product of all terms is quicker
+_HALF_SECOND_CACHE = 1 << 19  # bytes of it; an array beside what is made of it
 _MOST_IN_CACHE = 1 << 25  # bytes of the last one; beyond, a product that is written and read again is slower
+_SAME_PLACES = 1 << 11  # bytes; rows so far apart want the same few places of the first cache
 _LARGE_IN_TURN = 1 << 15  # numbers of one example; below, taking turns costs more than it spares
 _FEW = 8  # terms; adding them takes less time than a turn's moving about
 _IN_ONE_PASS = 16  # terms; of more at once, the sum does not fit the registers

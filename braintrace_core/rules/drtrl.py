@@ -24,7 +24,7 @@ from jax import Array
 
 from ..compiler.graph import ETraceGraph
 from ..ops.dtypes import storage_dtype
-from ..ops.in_place import after, is_worth_turns, made_once, unless_silent
+from ..ops.in_place import after, concatenated, is_worth_turns, made_once, unless_silent
 from ..ops.trace_rules import EinsumTrace, EmbeddingTrace, TraceRule
 from .carrying import carry_back, carry_on
 from .factors import Pair, Signal, WindowFactors
@@ -308,7 +308,7 @@ def _steps_gradient(link: Link, operands: Sequence[Any], steps: _Steps) -> dict[
     """The gradient of a link's operands from some steps, one product for all of them."""
     if not steps.results:
         return {}
-    x = None if link.operator.x is None else jnp.concatenate(steps.inputs)
+    x = None if link.operator.x is None else concatenated(steps.inputs)
     return operator_gradient(link.operator, operands, x, jnp.concatenate(steps.results))
 
 
