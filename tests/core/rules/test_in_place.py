@@ -146,6 +146,26 @@ def test_what_waits_for_a_result_keeps_its_numbers():
         assert found.tobytes() == value.tobytes()
 
 
+@pytest.mark.parametrize(
+    ("steps", "width", "apart"),
+    [
+        (2, 40, False),  # too small to be worth a branch
+        (2, 400, True),  # small enough to stay in the second cache
+        (20, 400, False),
+        (20, 256, True),  # rows a power of two apart
+    ],
+)
+def test_what_is_transposed_is_joined_before(steps, width, apart):
+    pieces = [jax.random.normal(jax.random.key(i), (t, 25, width)) for i, t in enumerate((1, steps))]
+
+    def transposed(pieces):
+        return in_place.concatenated(pieces).reshape(-1, width).T
+
+    compiled = jax.jit(transposed).lower(pieces).compile()
+    assert ("conditional(" in compiled.as_text()) == apart
+    np.testing.assert_array_equal(compiled(pieces), np.concatenate(pieces).reshape(-1, width).T)
+
+
 @pytest.mark.parametrize(("large", "kept_apart"), [((128, 128), True), ((3, 4), False)])
 def test_what_a_large_array_is_made_of_is_made_once(large, kept_apart):
     rows, columns = (jnp.arange(float(size)) for size in large)
