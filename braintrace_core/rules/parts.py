@@ -68,7 +68,11 @@ class PartRunner:
             now = dict(zip(reads, values, strict=True))
             return list(self.over_batch(part, now, dict(zip(moved, terms, strict=True)), sizes[1]).values())
 
-        results = jax.vmap(step, axis_size=sizes[0])([windowed[v] for v in reads], [deltas[v] for v in moved])
+        over = [windowed[v] for v in reads], [deltas[v] for v in moved]
+        if sizes[0] == 1:  # as the loop does a step, so that the compiler sees what both make
+            results = [value[None] for value in step(*jax.tree.map(lambda a: a[0], over))]
+        else:
+            results = jax.vmap(step, axis_size=sizes[0])(*over)
         return dict(zip(part.writes, results, strict=True))
 
     def stacked(self, atom: Any, windowed: Mapping[Var, Any], sizes: tuple[int, int]) -> Any:
