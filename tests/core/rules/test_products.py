@@ -2,6 +2,7 @@
 transposed copy of its weight, and gates share one.
 """
 
+import re
 from functools import partial
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from braintrace_core import compile_step_graph
-from braintrace_core.rules import DRTRL, TBPTT, RulePlan, online_gradient
+from braintrace_core.rules import DRTRL, TBPTT, RulePlan, online_gradient, step_online_gradient
 from braintrace_core.rules import products as products_module
 from braintrace_core.rules.products import loop_products
 from tests.core.rules import zoo
@@ -227,3 +228,24 @@ def test_other_products_stay_whole(net):
 def test_products_stay_whole_on_several_devices(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     assert not split(case(JOINS["input first"][0]))
+
+
+def test_one_step_joins_an_input_and_a_state_once():
+    """Once for the step itself and its factors, though the latter are those of a window."""
+
+    def step(weight, h, x):
+        h = jnp.tanh(jnp.concatenate([x, h]) @ weight)
+        return h, h
+
+    net = zoo.Case(step, jnp.ones((WIDE, zoo.UNITS)), jnp.zeros(zoo.UNITS))
+    state, inputs = zoo.batch_of(net)
+    plan = RulePlan.of(compile_step_graph(net.step, net.params, net.carry, inputs[0, 0]))
+
+    def run(weight, state, traces, x):
+        loss = lambda window: (jnp.sum(window.outputs[0]), None)  # noqa: E731
+        found = step_online_gradient(plan, DRTRL(), loss, [weight], [state], traces, [x])
+        return found.gradients, found.traces, found.states
+
+    traces = DRTRL().init(plan, zoo.BATCH)
+    text = jax.jit(run).lower(net.params, state, traces, inputs[:1]).compile().as_text()
+    assert len(re.findall(rf" = f64\[(1,)?{zoo.BATCH},{WIDE}\]\S* concatenate\(", text)) == 1
