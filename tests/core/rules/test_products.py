@@ -241,8 +241,10 @@ def test_one_step_joins_an_input_and_a_state_once():
     state, inputs = zoo.batch_of(net)
     plan = RulePlan.of(compile_step_graph(net.step, net.params, net.carry, inputs[0, 0]))
 
+    def loss(window):
+        return jnp.sum(window.outputs[0]), None
+
     def run(weight, state, traces, x):
-        loss = lambda window: (jnp.sum(window.outputs[0]), None)  # noqa: E731
         found = step_online_gradient(plan, DRTRL(), loss, [weight], [state], traces, [x])
         return found.gradients, found.traces, found.states
 
