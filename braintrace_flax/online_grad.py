@@ -282,10 +282,11 @@ def _check_call(updates: Any, params: Any, online: Any, settings: Settings) -> N
             f'The window was made with credit="{online.credit}" and `online_grad` with credit="{settings.credit}": '
             f'write `value_and_grad(model, loss, credit="{settings.credit}")`.'
         )
-    if settings.rule.feedback_seed is not None and online.rule != settings.rule:
+    asked = settings.credit == "step" and any(map(_changes_signals, (online.rule, settings.rule)))
+    if asked and online.rule != settings.rule:
         raise ValueError(
-            "Random feedback takes part in the gradient of the window: give `value_and_grad` the rule too, "
-            f'`value_and_grad(model, loss, credit="step", rule={settings.rule})`.'
+            "The rule takes part in the gradient of the window: give `value_and_grad` the same one, "
+            f'`value_and_grad(model, loss, credit="{settings.credit}", rule={settings.rule})`.'
         )
     masked = [leaf for leaf in jax.tree.leaves(updates, is_leaf=_is_masked) if _is_masked(leaf)]
     if masked:
@@ -294,6 +295,11 @@ def _check_call(updates: Any, params: Any, online: Any, settings: Settings) -> N
             "cannot see all parameters. Put it first: `optax.chain(online_grad(model), optax.masked(...))`; or freeze "
             "parameters with `compile(..., frozen=[...])`."
         )
+
+
+def _changes_signals(rule: Rule | None) -> bool:
+    """Whether a rule has a say in what each step's loss says."""
+    return rule is not None and (rule.feedback_seed is not None or rule.follows_parameters)
 
 
 def _is_masked(leaf: Any) -> bool:

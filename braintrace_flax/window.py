@@ -44,7 +44,8 @@ class Window:
       inputs: the inputs, time first.
       reset: where new sequences start; None if nowhere.
       next_carry: after the window.
-      signals: with ``credit="step"``, what each step's loss says of its own hidden states.
+      signals: with ``credit="step"``, what each step's loss says of its own hidden states, those after the step; where
+        outputs see those before it too, one more comes first, of the states before the window.
       record: what the window left behind for the rule; None, and it is run again.
       waiting: gradients that ``online_grad`` sends back to the parameters together with those of the past; None if they
         are among the ones that it is given.
@@ -90,7 +91,8 @@ def value_and_grad(
 
     Other arguments:
       reduction: whether the window's loss is the sum or the mean over its steps.
-      rule: needed by rules that change the way back (``EProp(feedback="random")``, ``BPTT(checkpoint="sqrt")``).
+      rule: needed by rules that change the way back (``EProp(feedback="random")``, ``BPTT(checkpoint="sqrt")``), and
+        with ``credit="step"`` by those that follow whole parameters (``RTRL()``, ``SnAp()``, ``UORO()``).
       wait: leave the gradients to ``online_grad``, as ``train_step`` does: those returned are zero. On a mesh, what the
         window says and what its past says are then summed over devices once, and not one after the other.
 

@@ -44,6 +44,10 @@ class RuleOfParts(Rule):
         return self.parts.storage.minds_windows
 
     @property
+    def follows_parameters(self) -> bool:
+        return self.parts.storage.follows_parameters
+
+    @property
     def feedback_seed(self) -> int | None:
         return self.parts.seed if self.parts.feedback == "random" else None
 
@@ -65,9 +69,12 @@ class RuleOfParts(Rule):
         return self.parts.storage.step_gradient(traces, self._factors(factors), self._signal(signals))
 
     def step_gradient_and_advance(
-        self, traces: Traces, factors: WindowFactors, signals: Signal
+        self, traces: Traces, factors: WindowFactors, signals: Signal, start: Signal | None = None
     ) -> tuple[OperandGradients, Traces]:
-        return self.parts.storage.step_gradient_and_advance(traces, self._factors(factors), self._signal(signals))
+        at_start = None if start is None else self._signal(start)
+        return self.parts.storage.step_gradient_and_advance(
+            traces, self._factors(factors), self._signal(signals), at_start
+        )
 
     def _plan(self, plan: RulePlan) -> RulePlan:
         plan = _RECURRENCES[self.parts.recurrence].plan(plan)

@@ -174,10 +174,10 @@ class DRTRL(Rule):
         return self.step_gradient_and_advance(traces, factors, signals)[0]
 
     def step_gradient_and_advance(
-        self, traces: Traces, factors: WindowFactors, signals: Signal
+        self, traces: Traces, factors: WindowFactors, signals: Signal, start: Signal | None = None
     ) -> tuple[OperandGradients, Traces]:
         if not self._advances_so:
-            return super().step_gradient_and_advance(traces, factors, signals)
+            return super().step_gradient_and_advance(traces, factors, signals, start)
         plan = factors.plan
         credits, before = zip(
             *(
@@ -186,9 +186,11 @@ class DRTRL(Rule):
             ),
             strict=True,
         )
-        # What reaches the window's start came through D: it is on components that recur.
-        start = Signal(tuple(before), factors.operands, plan)
-        found, new, waiting = self._around(traces, start, factors, recurrent=True)
+        # What reaches the window's start from later came through D: it is on components that recur.
+        at_start = before if start is None else jax.tree.map(jnp.add, before, start.groups)
+        found, new, waiting = self._around(
+            traces, Signal(at_start, factors.operands, plan), factors, recurrent=start is None
+        )
         for i, link in enumerate(plan.links):
             credit = credits[link.group]
             at_results = total([times(link.at_operator(credit[a]), factors.df[i][a]) for a in link.moved])

@@ -18,12 +18,12 @@ from ..ops.dtypes import common_dtype
 from ..ops.trace_rules import sum_of_parts
 from .baselines import BPTT, TBPTT, checkpointed_gradient
 from .dni import DNI, with_future
-from .factors import Signal, signal_of_states, window_factors
+from .factors import Signal, WindowFactors, signal_of_states, window_factors
 from .operators import add_to
 from .plan import RulePlan
 from .rule import OperandGradients, Rule, Traces
 from .shares import can_be_shared, in_shares
-from .signals import modulated, past_states, present_signals, whole_step_signals
+from .signals import modulated, own_signals, step_alone, with_start
 from .window import WindowGradient, WindowRecord, WindowResult
 
 __all__ = [
@@ -76,7 +76,8 @@ class PresentGradient(NamedTuple):
       gradients: one for each parameter leaf, within the window. With step credit, zero where a trace follows.
       before, after: leaves of the states at the window's ends.
       signal: with window credit, the gradients of ``before`` (None for those without); with step credit, each step's
-        signal for each group and component, ``(time, batch, *varshape)``.
+        signal for each group and component, ``(time, batch, *varshape)``, of the states after it. Where outputs see
+        the states before a step too, one more comes first, of the states before the window.
       record: what the window recorded; None if it has to be run again.
       inputs, reset: the window's own.
       waiting: with ``wait``, gradients that have not been sent back to the parameters yet, and are not summed over the
@@ -208,34 +209,41 @@ def step_gradient(
 ) -> PresentGradient:
     """Each step's own signal, and the gradient within the window of what no trace follows.
 
-    Arguments as in :func:`step_online_gradient`; the rule matters only if it has random feedback. ``wait`` as in
-    :func:`window_gradient`.
+    Arguments as in :func:`step_online_gradient`; the rule matters only if it has random feedback, or follows whole
+    parameters (``rtrl``, ``snap``, ``uoro``). ``wait`` as in :func:`window_gradient`.
     """
     program = plan.program
     states, inputs = list(states), list(inputs)
     frontier = program.frontier(parameters)
-    value, aux, window, gradient = program.value_and_gradient(
-        loss,
-        frontier,
-        states,
-        inputs,
-        reset,
-        initial,
-        operators=plan.not_followed,
-        want_states=False,
-        want_present=modulator is None,
-        feedback=random_feedback(plan, rule, frontier),
-    )
-    if beside := [i for i in program.seen_past_states if i not in plan.not_followed]:
-        direct = past_states(plan, beside, loss, parameters, window)
-        gradient = gradient._replace(operators={**gradient.operators, **direct})
-    gradients, waiting = _sent_back(plan, parameters, frontier, window.record, gradient, wait)
+    feedback = random_feedback(plan, rule, frontier)
+    if rule is not None and rule.follows_parameters:
+        window = program.run(frontier, states, inputs, reset, initial)
+        value, aux = loss(window)
+        alone = step_alone(plan, loss, frontier, window, feedback)
+        gradient, signal = WindowGradient(alone.operators, alone.direct, [], {}), alone.after
+    else:
+        value, aux, window, gradient = program.value_and_gradient(
+            loss,
+            frontier,
+            states,
+            inputs,
+            reset,
+            initial,
+            operators=plan.not_followed,
+            want_states=False,
+            want_present=modulator is None,
+            feedback=feedback,
+        )
+        if program.outputs_see_past or not set(program.seen_past_states) <= set(plan.not_followed):
+            alone = step_alone(plan, loss, frontier, window, feedback)
+            gradient = gradient._replace(operators={**alone.operators, **gradient.operators})
+        if modulator is None:
+            signal = own_signals(plan, gradient.present, frontier, window.record)
     if modulator is not None:
         signal = modulated(plan, modulator)
-    elif program.outputs_see_states_only:
-        signal = present_signals(plan, gradient.present)
-    else:
-        signal = whole_step_signals(plan, gradient.present, frontier, window.record)
+    elif program.outputs_see_past:
+        signal = with_start(signal, alone.before, reset)
+    gradients, waiting = _sent_back(plan, parameters, frontier, window.record, gradient, wait)
     return PresentGradient(value, aux, gradients, states, window.states, signal, window.record, inputs, reset, waiting)
 
 
@@ -317,8 +325,8 @@ def past_gradient(
                 at_start = signal_of_states(plan, signal, factors.operands)
                 more, traces = rule.gradient_and_advance(traces, at_start, factors)
             else:
-                at_steps = Signal(signal, factors.operands, plan)
-                more, traces = rule.step_gradient_and_advance(traces, factors, at_steps)
+                start, at_steps = _moments(plan, signal, factors)
+                more, traces = rule.step_gradient_and_advance(traces, factors, at_steps, start)
             own = add_operand_gradients(plan, own, more)
         return own, traces
 
@@ -338,6 +346,14 @@ def past_gradient(
     if found:
         total = [a + b for a, b in zip(total, program.parameter_gradients(parameters, found), strict=True)]
     return total, traces
+
+
+def _moments(plan: RulePlan, signal: Any, factors: WindowFactors) -> tuple[Signal | None, Signal]:
+    """What each step says of the states before the window, if outputs see such states, and of those after each step."""
+    if jax.tree.leaves(signal)[0].shape[0] == factors.sizes[0]:
+        return None, Signal(signal, factors.operands, plan)
+    start, at_steps = jax.tree.map(lambda of: of[0], signal), jax.tree.map(lambda of: of[1:], signal)
+    return Signal(start, factors.operands, plan), Signal(at_steps, factors.operands, plan)
 
 
 def random_feedback(plan: RulePlan, rule: Rule | None, frontier: Mapping[Var, Any]) -> dict[int, Any]:

@@ -30,6 +30,7 @@ class PartRunner:
       products: operator index -> its result but for what ``deltas`` hold of it already, from its input; and those of
         others that are made with it, by operator index.
       still: operator's result -> what to add to it, the same for all steps and examples.
+      held: variables whose values are taken as they are: nothing is asked of what made them.
     """
 
     operators: tuple[Operator, ...]
@@ -38,6 +39,7 @@ class PartRunner:
     feedback: Mapping[int, Any]
     products: Mapping[int, Callable[[Any], Mapping[int, Any]]] = field(default_factory=dict)
     still: Mapping[Var, Array] = field(default_factory=dict)
+    held: Collection[Var] = ()
 
     def over_batch(
         self, part: Part, batched: Mapping[Var, Any], deltas: Mapping[Var, Array], batch: int
@@ -107,6 +109,10 @@ class PartRunner:
                 back = bind_equation(eqn, [operands[x] if i == x else b for i, b in enumerate(self.feedback[index])])
                 fixed = bind_equation(eqn, [lax.stop_gradient(v) if i == x else v for i, v in enumerate(operands)])
                 results = [f + (b - lax.stop_gradient(b)) for f, b in zip(fixed, back, strict=True)]
+            results = [
+                lax.stop_gradient(value) if v in self.held else value
+                for v, value in zip(eqn.outvars, results, strict=True)
+            ]
             return [value + terms[v] if v in terms else value for v, value in zip(eqn.outvars, results, strict=True)]
 
         return run

@@ -79,9 +79,12 @@ class PPProp(Rule):
         return self.step_gradient_and_advance(traces, factors, signals)[0]
 
     def step_gradient_and_advance(
-        self, traces: Traces, factors: WindowFactors, signals: Signal
+        self, traces: Traces, factors: WindowFactors, signals: Signal, start: Signal | None = None
     ) -> tuple[OperandGradients, Traces]:
         new, seen = self._over_window(traces, factors, signals)
+        if start is not None:  # one more step of the same products
+            first = self._seen(traces, start.groups, start.plan)
+            seen = jax.tree.map(lambda a, more: jnp.concatenate([a[None].astype(more.dtype), more]), first, seen)
         assert seen is not None
         return _gradient(seen, signals), new
 

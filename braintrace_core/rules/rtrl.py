@@ -29,6 +29,10 @@ class RTRL(Rule):
     for small networks, and as the yardstick of all other rules.
     """
 
+    @property
+    def follows_parameters(self) -> bool:
+        return True
+
     def init(self, graph: ETraceGraph | RulePlan, batch_size: int, dtype: Any = None) -> Traces:
         plan = as_plan(graph)
         size = HiddenVector(plan).size
@@ -80,6 +84,10 @@ class UORO(Rule):
     """
 
     seed: int = 0
+
+    @property
+    def follows_parameters(self) -> bool:
+        return True
 
     def init(self, graph: ETraceGraph | RulePlan, batch_size: int, dtype: Any = None) -> Traces:
         plan = as_plan(graph)

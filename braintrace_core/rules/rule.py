@@ -70,6 +70,14 @@ class Rule(ABC):
         return 1.0
 
     @property
+    def follows_parameters(self) -> bool:
+        """Whether traces follow whatever the next states depend on, through all hidden states and operators.
+
+        Otherwise they follow the operators that feed a hidden state, each to that state.
+        """
+        return False
+
+    @property
     def feedback_seed(self) -> int | None:
         """The seed of fixed random weights that errors come back through; None for the readout's own weights."""
         return None
@@ -116,10 +124,18 @@ class Rule(ABC):
         return jax.tree.map(lambda gradient: gradient.sum(0), found)
 
     def step_gradient_and_advance(
-        self, traces: Traces, factors: WindowFactors, signals: Signal
+        self, traces: Traces, factors: WindowFactors, signals: Signal, start: Signal | None = None
     ) -> tuple[OperandGradients, Traces]:
-        """``(step_gradient(traces, factors, signals), advance(traces, factors))``; a rule may have a faster way."""
-        return self.step_gradient(traces, factors, signals), self.advance(traces, factors)
+        """``(step_gradient(traces, factors, signals), advance(traces, factors))``; a rule may have a faster way.
+
+        Args:
+          traces, factors, signals: as in :meth:`step_gradient`.
+          start: a signal of the states before the window, whose gradient is added; None for none.
+        """
+        found = self.step_gradient(traces, factors, signals)
+        if start is not None:
+            found = {name: found[name] + more for name, more in self.gradient(traces, start).items()}
+        return found, self.advance(traces, factors)
 
     def bytes(self, graph: ETraceGraph | RulePlan, batch_size: int, dtype: Any = None) -> int:
         """The memory that the traces of a batch take."""

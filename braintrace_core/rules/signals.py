@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from .._compat import JaxprEqn, Var, bind_equation, open_jaxpr
 from ..compiler.jaxpr_tools import IndexedJaxpr, evaluate
 from ..ops import is_etp
+from ..ops.in_place import on_one_device
+from .factors import forget
+from .parts import PartRunner
 from .plan import RulePlan
 from .products import loop_products
 from .window import WindowRecord, WindowResult
 
-__all__ = ["modulated", "past_states", "present_signals", "whole_step_signals"]
+__all__ = ["StepAlone", "modulated", "own_signals", "step_alone", "with_start"]
 
 Groups = tuple[tuple[Array, ...], ...]
 
 
-def present_signals(plan: RulePlan, present: Mapping[Var, Array]) -> Groups:
-    """Signals where outputs see hidden states alone, from the gradients of states after each step."""
-    return _by_component(plan, present)
+def own_signals(
+    plan: RulePlan, present: Mapping[Var, Array], frontier: Mapping[Var, Any], record: WindowRecord
+) -> Groups:
+    """Signals of the hidden states after each step, from what the outputs of the step say of what they see."""
+    if plan.program.outputs_see_states_only:
+        return _by_component(plan, present)
+    return _through_whole_step(plan, present, frontier, record)
 
 
-def whole_step_signals(
+def _through_whole_step(
     plan: RulePlan, present: Mapping[Var, Array], frontier: Mapping[Var, Any], record: WindowRecord
 ) -> Groups:
     """Signals through the whole step, all steps at once: a layer above may act on the loss within the same step.
@@ -87,11 +94,11 @@ def whole_step_signals(
     return _by_component(plan, {v: by_path[path] for v, path in named})
 
 
-def _by_component(plan: RulePlan, gradients: Mapping[Var, Array]) -> Groups:
-    """Gradients of the states after a step, as each group's components take them."""
+def _by_component(plan: RulePlan, gradients: Mapping[Var, Array], after: bool = True) -> Groups:
+    """Gradients of the states after a step, or before it, as each group's components take them."""
     groups = []
     for group in plan.graph.hidden_groups:
-        values = [gradients[v] for v in group.hidden_outvars]
+        values = [gradients[v] for v in (group.hidden_outvars if after else group.hidden_invars)]
         groups.append(tuple(group.components.of_cotangents(values, a) for a in range(len(group.components))))
     return tuple(groups)
 
@@ -110,41 +117,88 @@ def _known_results(results: list[Any], function: Callable[..., list[Any]], argum
     return known(results, *arguments)
 
 
-def past_states(
-    plan: RulePlan, followed: Sequence[int], loss: Any, parameters: Sequence[Any], window: WindowResult
-) -> dict[int, Array]:
-    """For some operators that a trace follows, what the outputs of a step say of their results past all hidden states.
+class StepAlone(NamedTuple):
+    """What the loss of each step says past the hidden states after it, and of these; arrays are ``(time, batch, ...)``.
 
-    A result may feed a hidden state and be an output too; the trace knows nothing of the latter.
+    Attributes:
+      operators: operator -> gradient of its result.
+      direct: gradients of the schedule's direct variables, sums over steps and examples.
+      after: for each group and component, of the states after each step.
+      before: the same of the states before it.
     """
-    program, minfo = plan.program, plan.graph.module_info
-    operators = program.schedule.operators
-    hidden = {v for group in plan.graph.hidden_groups for v in group.hidden_outvars}
-    states = [window.record.values[program.schedule.recorded.index(v)] for v in program.state_invars]
-    weights = dict(zip(minfo.weight_invars, parameters, strict=True))
 
-    def one(inputs: Any, states: Any, terms: Any) -> Any:
-        known = {
-            **weights,
-            **dict(zip(minfo.input_invars, inputs, strict=True)),
-            **dict(zip(program.state_invars, states, strict=True)),
-        }
-        added = {operators[i].y: term for i, term in zip(followed, terms, strict=True)}
+    operators: dict[int, Array]
+    direct: tuple[Array, ...]
+    after: Groups
+    before: Groups
 
-        def run(eqn: Any, values: list[Any]) -> list[Any]:
-            results = zip(eqn.outvars, bind_equation(eqn, values), strict=True)
-            moved = [(v, value + added[v] if v in added else value) for v, value in results]
-            return [lax.stop_gradient(value) if v in hidden else value for v, value in moved]
 
-        return evaluate(minfo.jaxpr, minfo.consts, [known[v] for v in minfo.jaxpr.invars], run)[: minfo.num_var_out]
+def step_alone(
+    plan: RulePlan, loss: Any, frontier: Mapping[Var, Any], window: WindowResult, feedback: Mapping[int, Any]
+) -> StepAlone:
+    """What the loss of each step says, where the hidden states after the step hide from it all that made them.
 
-    def value(terms: list[Array]) -> Array:
-        outputs = jax.vmap(jax.vmap(one))(window.record.inputs, states, terms)
-        return loss(window._replace(outputs=outputs))[0]
+    An operator's result may feed a hidden state and be an output too; outputs may be made of the states before a step;
+    of hidden states, one may be made of another. What passes through a hidden state is for its trace to tell.
 
-    results = [operators[i].y.aval for i in followed]
-    zeros = [jnp.zeros((*window.record.sizes, *y.shape), y.dtype) for y in results]
-    return dict(zip(followed, jax.grad(value)(zeros), strict=True))
+    Args:
+      plan, loss, frontier: what the window ran with.
+      window: as it ran.
+      feedback: as in :meth:`WindowProgram.value_and_gradient`.
+    """
+    program, minfo, record = plan.program, plan.graph.module_info, window.record
+    schedule, groups = program.schedule, plan.graph.hidden_groups
+    recorded = dict(zip(schedule.recorded, record.values, strict=True))
+    known = dict(zip(minfo.input_invars, record.inputs, strict=True))
+    known.update({v: recorded[v] for v in program.state_invars})
+    before = {v: known[v] for group in groups for v in group.hidden_invars}
+    after = [v for group in groups for v in group.hidden_outvars]
+    seen = program.seen_past_states
+    results = [schedule.operators[i].y for i in seen]
+    still = {y for i, y in zip(seen, results, strict=True) if schedule.operators[i].is_still and on_one_device()}
+    zeros = {
+        v: jnp.zeros((*(() if v in still else record.sizes), *v.aval.shape), v.aval.dtype) for v in (*results, *after)
+    }
+    outvars = minfo.jaxpr.outvars[: minfo.num_var_out]
+
+    def value(added: list[Array], direct: list[Array], states: list[Array]) -> Array:
+        terms = dict(zip(zeros, added, strict=True))
+        run = PartRunner(
+            schedule.operators,
+            {**program.constants, **frontier},
+            dict(zip(schedule.direct, direct, strict=True)),
+            feedback,
+            still={v: terms.pop(v) for v in still},
+            held=frozenset(after),
+        )
+        windowed = {**known, **dict(zip(before, states, strict=True))}
+        windowed.update(run.over_window(program.whole_step, windowed, terms, record.sizes))
+        return loss(window._replace(outputs=[run.stacked(v, windowed, record.sizes) for v in outvars]))[0]
+
+    direct = [frontier[v] for v in schedule.direct]
+    of_terms, of_direct, of_states = jax.grad(value, (0, 1, 2))(list(zeros.values()), direct, list(before.values()))
+    by_term = dict(zip(zeros, of_terms, strict=True))
+    return StepAlone(
+        {i: by_term[y][None, None] if y in still else by_term[y] for i, y in zip(seen, results, strict=True)},
+        tuple(of_direct),
+        _by_component(plan, by_term),
+        _by_component(plan, dict(zip(before, of_states, strict=True)), after=False),
+    )
+
+
+def with_start(after: Groups, before: Groups, reset: Array | None) -> Groups:
+    """Signals of the states before a window and after each step, ``(1 + time, batch, ...)``.
+
+    Args:
+      after, before: what each step says of the states after it, and of those before it.
+      reset: where a new sequence starts: nothing is said of the one that has ended.
+    """
+
+    def joined(after: Array, before: Array) -> Array:
+        before = before if reset is None else forget(before, reset)
+        return jnp.concatenate([before[:1], before[1:] + after[:-1], after[-1:]])
+
+    return jax.tree.map(joined, after, before)
 
 
 def modulated(plan: RulePlan, modulator: Array) -> Groups:

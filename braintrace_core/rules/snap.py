@@ -41,6 +41,10 @@ class SnAp(Rule):
         if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
             raise ValueError(f"SnAp needs a whole number n >= 1, got {self.n!r}.")
 
+    @property
+    def follows_parameters(self) -> bool:
+        return True
+
     def init(self, graph: ETraceGraph | RulePlan, batch_size: int, dtype: Any = None) -> Traces:
         return {
             kept.name: jnp.zeros((batch_size, *v.aval.shape, kept.rows.shape[-1]), storage_dtype(dtype, v.aval.dtype))

@@ -110,7 +110,7 @@ class StepStructure:
             if (pattern := self._pattern(value, v)) is not None:
                 found[:, pairs[:, 1]] |= pattern[:, pairs[:, 0]]
         for operator in self._boundaries:
-            if operator.y is not value and (pattern := self._pattern(value, operator.y)) is not None:
+            if (pattern := self._pattern(value, operator.y)) is not None:
                 found |= _product(pattern, self._result_from_hidden(operator))
         return found
 

@@ -25,7 +25,7 @@ from .._compat import JaxprEqn, Var, bind_equation
 from ..compiler.analysis import StepAnalysis
 from ..compiler.graph import ETraceGraph
 from ..compiler.module_info import is_differentiable
-from ..compiler.schedule import Operator, Schedule, Stage, schedule_step
+from ..compiler.schedule import Operator, Part, Schedule, Stage, schedule_step
 from ..ops.in_place import on_one_device
 from .operators import add_to, operator_gradient
 from .parts import PartRunner, TimeLoop
@@ -283,18 +283,33 @@ class WindowProgram:
     @cached_property
     def seen_past_states(self) -> list[int]:
         """The operators whose result reaches the outputs of the same step without passing through a hidden state."""
-        minfo = self.graph.module_info
         hidden = {v for group in self.graph.hidden_groups for v in group.hidden_outvars}
-        results = {v for v in minfo.jaxpr.outvars[: minfo.num_var_out] if isinstance(v, Var)}
-        found = []
-        for i, operator in enumerate(self.schedule.operators):
-            reached = {operator.y} - hidden
-            for eqn in minfo.jaxpr.eqns:
-                if any(isinstance(v, Var) and v in reached for v in eqn.invars):
-                    reached.update(v for v in eqn.outvars if v not in hidden)
-            if reached & results:
-                found.append(i)
-        return found
+        results = [operator.y for operator in self.schedule.operators]
+        return [i for i, y in enumerate(results) if y not in hidden and self._are_seen_past_states({y})]
+
+    @cached_property
+    def outputs_see_past(self) -> bool:
+        """Whether the hidden states before a step reach its outputs without passing through those after it."""
+        return self._are_seen_past_states({v for group in self.graph.hidden_groups for v in group.hidden_invars})
+
+    def _are_seen_past_states(self, variables: set[Var]) -> bool:
+        """Whether some variables reach the outputs of the same step past the hidden states after it."""
+        minfo, reached = self.graph.module_info, set(variables)
+        hidden = {v for group in self.graph.hidden_groups for v in group.hidden_outvars}
+        for eqn in minfo.jaxpr.eqns:
+            if any(isinstance(v, Var) and v in reached for v in eqn.invars):
+                reached.update(v for v in eqn.outvars if v not in hidden)
+        return any(isinstance(v, Var) and v in reached for v in minfo.jaxpr.outvars[: minfo.num_var_out])
+
+    @cached_property
+    def whole_step(self) -> Part:
+        """All of a step but what is made of parameters alone, as one part."""
+        minfo, parts = self.graph.module_info, (self.schedule.next_states, self.schedule.outputs)
+        eqns = tuple(eqn for part in parts for eqn in part.eqns)
+        made = {v for eqn in eqns for v in eqn.outvars}
+        results = [v for v in minfo.jaxpr.outvars[: minfo.num_var_out] if isinstance(v, Var) and v in made]
+        reads = dict.fromkeys(v for part in parts for v in part.reads if v not in made)
+        return Part(eqns, tuple(reads), tuple(dict.fromkeys(results)))
 
     @cached_property
     def seen_by_outputs(self) -> list[Var]:

@@ -35,9 +35,11 @@ def refused(call, *texts, error=ValueError):
         assert text in str(caught.value), str(caught.value)
 
 
-def found(params=PARAMS, carry=None, inputs=INPUTS, targets=TARGETS, loss=small.loss, credit="window", **options):
+def found(
+    params=PARAMS, carry=None, inputs=INPUTS, targets=TARGETS, loss=small.loss, credit="window", rule=None, **options
+):
     carry = small.model().initial_carry() if carry is None else carry
-    run = braintrace.value_and_grad(small.model(), loss, credit)
+    run = braintrace.value_and_grad(small.model(), loss, credit, rule=rule)
     return jax.eval_shape(lambda: run(params, carry, inputs, targets, **options))
 
 
@@ -135,9 +137,24 @@ def test_random_feedback_needs_step_credit_and_a_window_that_knows_it():
     tx = braintrace.online_grad(small.model(), rule=rule, credit="step")
     refused(
         lambda: update(tx, found(credit="step")[1:], PARAMS),
-        "give `value_and_grad` the rule too",
+        "give `value_and_grad` the same one",
         "rule=EProp(kappa=0.0, feedback='random', seed=0))`",
     )
+
+
+def test_step_credit_of_whole_parameters_needs_a_window_that_knows_the_rule():
+    model, text = small.model(), "give `value_and_grad` the same one"
+    refused(
+        lambda: update(braintrace.online_grad(model, rule="rtrl", credit="step"), found(credit="step")[1:], PARAMS),
+        text,
+        'credit="step", rule=RTRL())`',
+    )
+    window = found(credit="step", rule="snap")[1:]
+    refused(lambda: update(braintrace.online_grad(model, credit="step"), window, PARAMS), text, "rule=DRTRL(")
+    accepted = [(braintrace.online_grad(model, rule="snap", credit="step"), window)]
+    accepted += [(braintrace.online_grad(model, rule="rtrl"), found()[1:])]  # of a window's own gradient all say alike
+    for tx, (grads, online) in accepted:
+        jax.eval_shape(lambda g, o, tx=tx: tx.update(g, tx.init(PARAMS), PARAMS, online=o), grads, online)
 
 
 @pytest.mark.parametrize("rule", ["tbptt", "bptt"])

@@ -381,6 +381,22 @@ def test_the_distance_to_back_propagation_of_a_gru():
     targets = jnp.ones((4, small.BATCH, 3))
     where = (model, model.init(jax.random.key(0)), model.initial_carry(), inputs, targets)
     assert braintrace.check_against_bptt(*where, rule="tbptt", window=1).overall.cosine < 1 - 1e-3
+    for credit in ("window", "step"):
+        table = braintrace.check_against_bptt(*where, rule="rtrl", window=2, credit=credit)
+        assert all(row.relative_error < 1e-9 for row in table.rows), table
+
+
+def test_what_comes_out_before_a_step_is_learnt_from():
+    model = braintrace.compile(
+        lambda p, h, x: (0.8 * h + x @ p["w"], jnp.tanh(h) @ p["r"]),
+        jnp.zeros((small.BATCH, small.FEATURES)),
+        params={"w": jnp.ones((small.FEATURES, 3)), "r": jnp.ones((3, small.FEATURES))},
+        carry=jnp.zeros((small.BATCH, 3)),
+    )
+    inputs, targets = small.data(4)
+    where = (model, model.init(jax.random.key(0)), model.initial_carry(), inputs, targets)
+    table = braintrace.check_against_bptt(*where, window=2, credit="step")
+    assert all(row.relative_error < 1e-9 for row in table.rows), table
 
 
 def test_a_single_stream_has_no_batch():

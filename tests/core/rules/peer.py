@@ -251,7 +251,8 @@ class CountedTwice(Rule):
 
     gradient = advance
 
-    def step_gradient_and_advance(self, traces, factors, signals):
+    def step_gradient_and_advance(self, traces, factors, signals, start=None):
+        assert start is None
         (group,), (now,) = signals.plan.graph.hidden_groups, signals.groups
         state, reader = ([path[-1] for path in group.hidden_paths].index(name) for name in self.names)
         now = [s + self.slope * now[reader] if a == state else s for a, s in enumerate(now)]

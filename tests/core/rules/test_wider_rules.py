@@ -26,6 +26,21 @@ def test_snap_saturated_is_exact(name):
     zoo.assert_close(found, zoo.bptt(case, carry, inputs, resets))
 
 
+def test_snap_sees_through_products_one_after_the_other():
+    r = np.random.default_rng(3)
+    shapes = {"w": (3, zoo.UNITS), "a": (zoo.UNITS, 2), "b": (2, zoo.UNITS)}
+    params = {name: jnp.asarray(r.normal(size=shape)) for name, shape in shapes.items()}
+
+    def step(p, h, x):
+        h = jnp.tanh(x @ p["w"] + h @ p["a"] @ p["b"])
+        return h, h
+
+    case = zoo.Case(step, params, jnp.zeros(zoo.UNITS))
+    carry, inputs = zoo.batch_of(case)
+    found, _ = zoo.online(case, SnAp(2), 2, carry, inputs)
+    zoo.assert_close(found, zoo.bptt(case, carry, inputs))
+
+
 def ring(params, h, x):
     """Each unit hears its neighbour only: the recurrent weight is masked."""
     mask = jnp.roll(jnp.eye(zoo.UNITS), 1, axis=1)
