@@ -23,7 +23,7 @@ from .operators import add_to
 from .plan import RulePlan
 from .rule import OperandGradients, Rule, Traces
 from .shares import can_be_shared, in_shares
-from .signals import modulated, own_signals, step_alone, with_start
+from .signals import StepAlone, modulated, own_signals, step_alone, through_operators, with_start
 from .window import WindowGradient, WindowRecord, WindowResult
 
 __all__ = [
@@ -73,7 +73,7 @@ class PresentGradient(NamedTuple):
 
     Attributes:
       value, aux: of the loss.
-      gradients: one for each parameter leaf, within the window. With step credit, zero where a trace follows.
+      gradients: one for each parameter leaf, within the window. With step credit, of that what no trace tells.
       before, after: leaves of the states at the window's ends.
       signal: with window credit, the gradients of ``before`` (None for those without); with step credit, each step's
         signal for each group and component, ``(time, batch, *varshape)``, of the states after it. Where outputs see
@@ -216,6 +216,7 @@ def step_gradient(
     states, inputs = list(states), list(inputs)
     frontier = program.frontier(parameters)
     feedback = random_feedback(plan, rule, frontier)
+    alone = None
     if rule is not None and rule.follows_parameters:
         window = program.run(frontier, states, inputs, reset, initial)
         value, aux = loss(window)
@@ -229,22 +230,47 @@ def step_gradient(
             inputs,
             reset,
             initial,
-            operators=plan.not_followed,
+            operators=list(dict.fromkeys((*plan.not_followed, *plan.fed_by_followed))),
             want_states=False,
             want_present=modulator is None,
             feedback=feedback,
         )
         if program.outputs_see_past or not set(program.seen_past_states) <= set(plan.not_followed):
             alone = step_alone(plan, loss, frontier, window, feedback)
-            gradient = gradient._replace(operators={**alone.operators, **gradient.operators})
+        beside = _beside_traces(plan, frontier, window.record, gradient.operators, alone)
+        within = {i: gradient.operators[i] for i in plan.not_followed}
+        gradient = gradient._replace(operators={**beside, **within})
         if modulator is None:
             signal = own_signals(plan, gradient.present, frontier, window.record)
     if modulator is not None:
         signal = modulated(plan, modulator)
     elif program.outputs_see_past:
+        assert alone is not None
         signal = with_start(signal, alone.before, reset)
     gradients, waiting = _sent_back(plan, parameters, frontier, window.record, gradient, wait)
     return PresentGradient(value, aux, gradients, states, window.states, signal, window.record, inputs, reset, waiting)
+
+
+def _beside_traces(
+    plan: RulePlan,
+    frontier: Mapping[Var, Any],
+    record: WindowRecord,
+    within: Mapping[int, Array],
+    alone: StepAlone | None,
+) -> dict[int, Array]:
+    """What is said of operators' results, besides what their traces tell: what they do to their own states.
+
+    Args:
+      plan, frontier, record: what the window ran with, and recorded.
+      within: the gradients within the window of results that others feed.
+      alone: what each step's loss says past its hidden states; None if that is nothing.
+    """
+    found = {} if alone is None else alone.operators
+    if not plan.fed_by_followed:
+        return found
+    rest = {k: within[k] - found[k] if k in found else within[k] for k in plan.fed_by_followed}
+    through = through_operators(plan, frontier, record, rest)
+    return {i: more + found[i] if i in found else more for i, more in through.items()}
 
 
 def _sent_back(

@@ -17,6 +17,7 @@ from ..compiler.diagnostics import spell
 from ..compiler.diagonals import OperatorPositions
 from ..compiler.graph import ETraceGraph
 from ..compiler.schedule import Operator
+from ..ops import is_boundary
 from ..ops.trace_rules import OperatorTraces, traces_of
 from .window import WindowProgram
 
@@ -191,6 +192,23 @@ class RulePlan:
         """Indices of the operators that no trace follows."""
         followed = {id(link.operator.eqn) for link in self.links}
         return [i for i, op in enumerate(self.program.schedule.operators) if id(op.eqn) not in followed]
+
+    @cached_property
+    def fed_by_followed(self) -> list[int]:
+        """Indices of the operators on the way to the next states whose input is made of a result that a trace follows.
+
+        In the same step, past all hidden states and other operators. A trace tells what such a result does to its own
+        state, not what it does through the operator.
+        """
+        schedule = self.program.schedule
+        hidden = {v for group in self.graph.hidden_groups for v in group.hidden_outvars}
+        ends = hidden | {op.y for op in schedule.operators if is_boundary(op.eqn.primitive)}
+        reached = {link.operator.y for link in self.links} - hidden
+        for eqn in schedule.next_states.eqns:
+            if any(isinstance(v, Var) and v in reached for v in eqn.invars):
+                reached.update(v for v in eqn.outvars if v not in ends)
+        inner = {id(eqn) for eqn in schedule.next_states.eqns if is_boundary(eqn.primitive)}
+        return [i for i, op in enumerate(schedule.operators) if id(op.eqn) in inner and op.x in reached]
 
     def input_name(self, link: Link) -> str:
         """The name of what a rule keeps of an operator's input; operators with one input share it."""

@@ -11,15 +11,16 @@ from jax import Array
 
 from .._compat import JaxprEqn, Var, bind_equation, open_jaxpr
 from ..compiler.jaxpr_tools import IndexedJaxpr, evaluate
+from ..compiler.schedule import Operator
 from ..ops import is_etp
 from ..ops.in_place import on_one_device
 from .factors import forget
 from .parts import PartRunner
 from .plan import RulePlan
 from .products import loop_products
-from .window import WindowRecord, WindowResult
+from .window import WindowProgram, WindowRecord, WindowResult
 
-__all__ = ["StepAlone", "modulated", "own_signals", "step_alone", "with_start"]
+__all__ = ["StepAlone", "modulated", "own_signals", "step_alone", "through_operators", "with_start"]
 
 Groups = tuple[tuple[Array, ...], ...]
 
@@ -184,6 +185,49 @@ def step_alone(
         _by_component(plan, by_term),
         _by_component(plan, dict(zip(before, of_states, strict=True)), after=False),
     )
+
+
+def through_operators(
+    plan: RulePlan, frontier: Mapping[Var, Any], record: WindowRecord, cotangents: Mapping[int, Array]
+) -> dict[int, Array]:
+    """For operators that a trace follows, what is said of their results through operators that these feed.
+
+    Args:
+      plan, frontier, record: what the window ran with, and recorded.
+      cotangents: what is said of the results of those in :attr:`RulePlan.fed_by_followed`, ``(time, batch, ...)``.
+    """
+    program, schedule = plan.program, plan.program.schedule
+    followed = [i for i in range(len(schedule.operators)) if i not in plan.not_followed]
+    recorded = dict(zip(plan.graph.module_info.input_invars, record.inputs, strict=True))
+    recorded.update(zip(schedule.recorded, record.values, strict=True))
+    run = PartRunner(schedule.operators, {**program.constants, **frontier}, {}, {})
+
+    def results(added: list[Array]) -> list[Array]:
+        terms = {schedule.operators[i].y: term for i, term in zip(followed, added, strict=True)}
+        moved = {**recorded, **{y: recorded[y] + term for y, term in terms.items() if y in recorded}}
+        others = {y: term for y, term in terms.items() if y not in recorded}
+        local = {**moved, **run.over_window(schedule.local, moved, others, record.sizes)}
+        return [_results_of(schedule.operators[k], program, frontier, local) for k in cotangents]
+
+    zeros = [
+        jnp.zeros((*record.sizes, *schedule.operators[i].y.aval.shape), schedule.operators[i].y.aval.dtype)
+        for i in followed
+    ]
+    (found,) = jax.vjp(results, zeros)[1](list(cotangents.values()))
+    return dict(zip(followed, found, strict=True))
+
+
+def _results_of(
+    operator: Operator, program: WindowProgram, frontier: Mapping[Var, Any], local: Mapping[Var, Array]
+) -> Array:
+    """An operator's results from its inputs, ``(time, batch, ...)``."""
+    operands = program.operand_values(operator, frontier)
+
+    def one(x: Any) -> Any:
+        given = [x if v is operator.x else value for v, value in zip(operator.eqn.invars, operands, strict=True)]
+        return bind_equation(operator.eqn, given)[operator.eqn.outvars.index(operator.y)]
+
+    return jax.vmap(jax.vmap(one))(local[operator.x])
 
 
 def with_start(after: Groups, before: Groups, reset: Array | None) -> Groups:

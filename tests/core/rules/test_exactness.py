@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 
 import braintrace_core as bc
-from braintrace_core.rules import DRTRL, RTRL, TBPTT, UORO, EProp, PPProp, RulePlan, online_gradient
+from braintrace_core.rules import (
+    DRTRL,
+    RTRL,
+    TBPTT,
+    UORO,
+    EProp,
+    PPProp,
+    RulePlan,
+    online_gradient,
+    step_online_gradient,
+)
 from tests.core.rules import zoo
 
 UNIT_WISE, MIXING = zoo.cases()
@@ -33,14 +43,6 @@ def test_rtrl_is_exact_on_every_model(name, window):
     resets = zoo.some_resets()
     found, _ = zoo.online(case, RTRL(), window, carry, inputs, resets)
     zoo.assert_close(found, zoo.bptt(case, carry, inputs, resets))
-
-
-@pytest.mark.parametrize("name", ["indrnn", "complex_lru", "conv"])
-def test_rtrl_with_step_credit_is_exact_too(name):
-    case = UNIT_WISE[name]
-    carry, inputs = zoo.batch_of(case)
-    found, _ = zoo.online(case, RTRL(), 4, carry, inputs, credit="step")
-    zoo.assert_close(found, zoo.bptt(case, carry, inputs))
 
 
 @pytest.mark.parametrize("name", ["indrnn", "complex_lru", "two_states", "fused_gates", "lora", "sparse"])
@@ -101,7 +103,8 @@ def test_one_step_is_exact(name, credit):
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12, err_msg=jax.tree_util.keystr(path))
 
 
-def test_uoro_is_unbiased():
+@pytest.mark.parametrize("run", [online_gradient, step_online_gradient])
+def test_uoro_is_unbiased(run):
     case = MIXING["gru"]
     carry, inputs = zoo.batch_of(case)
     inputs = inputs[:4]
@@ -112,7 +115,7 @@ def test_uoro_is_unbiased():
     def estimate(traces):
         states, total = jax.tree.leaves(carry), [jnp.zeros_like(leaf) for leaf in leaves]
         for t in range(len(inputs)):
-            result = online_gradient(
+            result = run(
                 plan, UORO(), lambda w: (zoo.loss_of(w.outputs), None), leaves, states, traces, [inputs[t : t + 1]]
             )
             states, traces = result.states, result.traces

@@ -67,6 +67,23 @@ def layers(p, states, x):
     return (new, top), (top + h) @ p["r"]
 
 
+def minimal_gru(p, h, x):
+    """The gate acts on the state, and on what the other weight sees of it."""
+    gate = jax.nn.sigmoid(jnp.concatenate([x, h]) @ p["f"])
+    new = jnp.tanh(jnp.concatenate([x, gate * h]) @ p["w"])
+    h = (1 - gate) * h + gate * new
+    return h, h @ p["r"]
+
+
+def shared_input(p, states, x):
+    """One product feeds a state, the operator of another, and the output."""
+    h, top = states
+    z = x @ p["w"]
+    h = jnp.tanh(z + 0.5 * h)
+    top = jnp.tanh(0.5 * top + z @ p["v"])
+    return (h, top), (h + top + z) @ p["r"]
+
+
 def makes():
     r = values()
     p = {"w": r(FEATURES, UNITS), "d": r(UNITS), "r": r(UNITS, 2)}
@@ -104,6 +121,19 @@ def test_the_loss_sees_the_states_before_a_step(name):
         for window in (1, 4):
             found, _ = zoo.online(case, rule, window, carry, inputs, resets, credit="step")
             zoo.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("step", [minimal_gru, shared_input])
+def test_what_a_result_does_through_another_operator_counts_within_the_window(step):
+    r = values()
+    more = {"f": r(FEATURES + UNITS, UNITS), "w": r(FEATURES + UNITS, UNITS)}
+    more = more if step is minimal_gru else {"w": r(FEATURES, UNITS), "v": r(UNITS, UNITS)}
+    case = Case(step, more | {"r": r(UNITS, 2)}, r(UNITS) if step is minimal_gru else (r(UNITS), r(UNITS)))
+    carry, inputs = zoo.batch_of(case)
+    found, _ = zoo.online(case, DRTRL(), 1, carry, inputs[:1], credit="step")
+    zoo.assert_close(found, zoo.bptt(case, carry, inputs[:1]))
+    found, _ = zoo.online(case, RTRL(), 4, carry, inputs, credit="step")
+    zoo.assert_close(found, zoo.bptt(case, carry, inputs))
 
 
 @pytest.mark.parametrize("rule", [DRTRL(), PPProp(), EProp(kappa=0.7), SnAp(1)], ids=repr)
