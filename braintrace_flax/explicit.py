@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-__all__ = ["is_explicit", "on_any_mesh", "sharding_of"]
+__all__ = ["is_explicit", "mesh_of", "on_any_mesh", "sharding_of"]
 
 
 def is_explicit() -> bool:
@@ -25,9 +26,20 @@ def on_any_mesh(function: Callable[..., Any], *args: Any, results: Callable[[], 
       *args: its arguments.
       results: gives the shardings of its results, in their structure or a prefix of it; asked on an Explicit mesh only.
     """
-    if not is_explicit():
-        return function(*args)
-    return jax.sharding.auto_axes(function, out_sharding=results())(*args)
+    with mesh_of(args):
+        if not is_explicit():
+            return function(*args)
+        return jax.sharding.auto_axes(function, out_sharding=results())(*args)
+
+
+def mesh_of(tree: Any) -> AbstractContextManager[Any]:
+    """The Explicit mesh that arrays lie on in use, where none is: a user need not say again what each array says."""
+    if jax.sharding.get_abstract_mesh().empty:
+        for leaf in jax.tree.leaves(tree):
+            sharding = getattr(jax.typeof(leaf), "sharding", None)
+            if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
+                return jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh)
+    return nullcontext()
 
 
 def sharding_of(tree: Any) -> Any:

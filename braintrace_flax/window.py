@@ -24,7 +24,7 @@ from .checks import (
     check_time,
     split_inputs,
 )
-from .explicit import is_explicit, on_any_mesh, sharding_of
+from .explicit import is_explicit, mesh_of, on_any_mesh, sharding_of
 from .model import Model
 
 __all__ = ["Credit", "Reduction", "Window", "as_present", "value_and_grad", "window_losses"]
@@ -136,17 +136,13 @@ def value_and_grad(
         check_reset(model, reset, steps)
         check_mask(model, mask, steps)
         check_modulator(model, modulator, steps, credit)
-        return on_any_mesh(
-            partial(of_arrays, inside=not is_explicit()),
-            params,
-            carry,
-            inputs,
-            targets,
-            reset,
-            mask,
-            modulator,
-            results=lambda: _shardings(model, params, carry, inputs, reset, credit, chosen),
-        )
+        given = (params, carry, inputs, targets, reset, mask, modulator)
+        with mesh_of(given):
+            return on_any_mesh(
+                partial(of_arrays, inside=not is_explicit()),
+                *given,
+                results=lambda: _shardings(model, params, carry, inputs, reset, credit, chosen),
+            )
 
     def of_arrays(
         params: Any,

@@ -1,6 +1,7 @@
 """Train states on meshes: the same numbers as on one device, and no communication of traces."""
 
 import re
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -218,8 +219,41 @@ def test_each_gradient_is_reduced_once_a_window(model, alone, rule, name):
             np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("credit", ["window", "step"])
-def test_a_loop_of_ones_own_on_an_explicit_mesh(model, credit):
+class FiresFirst(nn.Module):
+    """Units that fire by the potential that they come with, and then integrate."""
+
+    @nn.compact
+    def __call__(self, v, x):
+        fired = jax.nn.sigmoid(4 * v - 2)
+        seen = jnp.concatenate([x, fired], axis=-1)
+        v = 0.8 * v - fired + nn.Dense(UNITS, param_dtype=jnp.float64, dtype=jnp.float64)(seen)
+        return v, nn.Dense(OUTPUTS, param_dtype=jnp.float64, dtype=jnp.float64)(fired)
+
+    def initialize_carry(self, key, shape):
+        return jnp.zeros((*shape[:-1], UNITS))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("rule", ["d_rtrl", "pp_prop", "rtrl"])
+def test_step_credit_of_states_before_a_step(rule, kind):
+    model = braintrace.compile(FiresFirst(), jnp.zeros((BATCH, FEATURES)))
+    tx = optax.chain(braintrace.online_grad(model, rule=rule, credit="step"), optax.sgd(0.1))
+    step = braintrace.train_step(model, tx, window=WINDOW)(lambda outputs, targets: jnp.mean((outputs - targets) ** 2))
+    inputs, targets, reset = data()
+    start = step.init(jax.random.key(0))
+    first = jax.tree.map(np.asarray, start.params)
+    expected, _ = step(start, inputs, targets, reset)
+    mesh = mesh_of((4, 2), kind)
+    on_mesh = step.sharded(mesh, RULES)
+    given = jax.device_put((inputs, targets, reset), braintrace.data_sharding(mesh))
+    found, _ = on_mesh(on_mesh.init(jax.random.key(0)), *given)
+    for mine, theirs, old in zip(*map(jax.tree.leaves, (found.params, expected.params, first)), strict=True):
+        assert np.abs(np.asarray(theirs) - old).max() > 1e-4
+        np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("credit", "in_use"), [("window", True), ("step", True), ("window", False)])
+def test_a_loop_of_ones_own_on_an_explicit_mesh(model, credit, in_use):
     tx = optax.chain(braintrace.online_grad(model, credit=credit), optax.sgd(0.1))
     run = braintrace.value_and_grad(model, lambda o, t: jnp.mean((o - t) ** 2), credit=credit)
 
@@ -234,7 +268,7 @@ def test_a_loop_of_ones_own_on_an_explicit_mesh(model, credit):
     inputs, targets, _ = data()
     expected = one(params, carry, opt_state, jnp.asarray(inputs), jnp.asarray(targets))
     mesh = mesh_of((4, 2), AxisType.Explicit)
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh) if in_use else nullcontext():
         placed = braintrace.shardings(braintrace.train_step(model, tx)(lambda o, t: jnp.mean(o)), mesh, RULES)
         state = jax.device_put((params, carry), (placed.params, placed.carry))
         opt_state = jax.device_put(opt_state, placed.opt_state)

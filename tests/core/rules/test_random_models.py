@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import braintrace_core as bc
-from braintrace_core.rules import DRTRL, RTRL, PPProp, SnAp
+from braintrace_core.rules import DRTRL, RTRL, PPProp, RulePlan, SnAp
+from braintrace_core.rules.coupling import coupled_factors
+from braintrace_core.rules.factors import window_factors
 from tests.core.compiler.oracle import PLAIN
 from tests.core.compiler.test_random_models import INPUTS, programs
 from tests.core.rules import zoo
@@ -60,6 +62,25 @@ def test_one_step_with_its_own_signal_is_exact(program):
         return  # it says itself that it is not
     found, _ = zoo.online(case, DRTRL(), 1, carry, inputs[:1], reset[:1], credit="step")
     close(found, zoo.bptt(case, carry, inputs[:1], reset[:1]))
+
+
+@settings(max_examples=20)
+@given(programs())
+def test_a_units_whole_effect_on_itself(program):
+    case = case_of(program)
+    carry, inputs, _ = data(case)
+    plan = RulePlan.of(bc.compile_step_graph(case.step, case.params, case.carry, inputs[0, 0]))
+    frontier = plan.program.frontier(jax.tree.leaves(case.params))
+    record = plan.program.run(frontier, jax.tree.leaves(carry), [inputs[:1]]).record
+    coupled = coupled_factors(window_factors(plan, frontier, record)).D
+    first = jax.tree.map(lambda a: a[0], carry)
+    jacobian = jax.jacrev(lambda states: case.step(case.params, states, inputs[0, 0])[0])(first)
+    for group, entries in zip(plan.graph.hidden_groups, coupled, strict=True):
+        states = [int(path[-1]) for path in group.hidden_paths]
+        for a, after in enumerate(states):
+            for b, before in enumerate(states):
+                found = entries[a, b][0, 0] if (a, b) in entries else np.zeros(len(first[0]))
+                np.testing.assert_allclose(found, np.diag(jacobian[after][before]), rtol=1e-9, atol=1e-12)
 
 
 @settings(max_examples=20)
