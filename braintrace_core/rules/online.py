@@ -230,7 +230,7 @@ def step_gradient(
             inputs,
             reset,
             initial,
-            operators=list(dict.fromkeys((*plan.not_followed, *plan.fed_by_followed))),
+            operators=sorted({*plan.not_followed, *(k for fed in plan.feeds_elsewhere.values() for k in fed)}),
             want_states=False,
             want_present=modulator is None,
             feedback=feedback,
@@ -258,19 +258,19 @@ def _beside_traces(
     within: Mapping[int, Array],
     alone: StepAlone | None,
 ) -> dict[int, Array]:
-    """What is said of operators' results, besides what their traces tell: what they do to their own states.
+    """What is said of operators' results, besides what their traces tell: what they do to states of their own.
 
     Args:
       plan, frontier, record: what the window ran with, and recorded.
-      within: the gradients within the window of results that others feed.
+      within: the gradients within the window of the results of :attr:`RulePlan.feeds_elsewhere`.
       alone: what each step's loss says past its hidden states; None if that is nothing.
     """
-    found = {} if alone is None else alone.operators
-    if not plan.fed_by_followed:
-        return found
-    rest = {k: within[k] - found[k] if k in found else within[k] for k in plan.fed_by_followed}
-    through = through_operators(plan, frontier, record, rest)
-    return {i: more + found[i] if i in found else more for i, more in through.items()}
+    found = {} if alone is None else dict(alone.operators)
+    for i, fed in plan.feeds_elsewhere.items():
+        rest = {k: within[k] - alone.operators[k] if alone and k in alone.operators else within[k] for k in fed}
+        more = through_operators(plan, frontier, record, i, rest)
+        found[i] = found[i] + more if i in found else more
+    return found
 
 
 def _sent_back(

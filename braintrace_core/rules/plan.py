@@ -194,21 +194,50 @@ class RulePlan:
         return [i for i, op in enumerate(self.program.schedule.operators) if id(op.eqn) not in followed]
 
     @cached_property
-    def fed_by_followed(self) -> list[int]:
-        """Indices of the operators on the way to the next states whose input is made of a result that a trace follows.
+    def feeds(self) -> dict[int, list[int]]:
+        """For operators that a trace follows, those that their results feed in the same step, past all hidden states.
 
-        In the same step, past all hidden states and other operators. A trace tells what such a result does to its own
-        state, not what it does through the operator.
+        Each that is fed directly, not through another one.
         """
-        schedule = self.program.schedule
-        hidden = {v for group in self.graph.hidden_groups for v in group.hidden_outvars}
-        ends = hidden | {op.y for op in schedule.operators if is_boundary(op.eqn.primitive)}
-        reached = {link.operator.y for link in self.links} - hidden
-        for eqn in schedule.next_states.eqns:
-            if any(isinstance(v, Var) and v in reached for v in eqn.invars):
-                reached.update(v for v in eqn.outvars if v not in ends)
-        inner = {id(eqn) for eqn in schedule.next_states.eqns if is_boundary(eqn.primitive)}
-        return [i for i, op in enumerate(schedule.operators) if id(op.eqn) in inner and op.x in reached]
+        operators = self.program.schedule.operators
+        ends = {op.y for op in operators if is_boundary(op.eqn.primitive)}
+        found = {}
+        for i, operator in enumerate(operators):
+            reached = {operator.y} | self._reached_in_step({operator.y}, ends)
+            fed = [k for k, op in enumerate(operators) if op.y in ends and op.x in reached]
+            if i not in self.not_followed and operator.y not in self._hidden and fed:
+                found[i] = fed
+        return found
+
+    @cached_property
+    def feeds_elsewhere(self) -> dict[int, list[int]]:
+        """Those of :attr:`feeds` that lead to hidden groups of which the operator's traces tell nothing."""
+        operators = self.program.schedule.operators
+        found = {}
+        for i, fed in self.feeds.items():
+            told = {link.group for link in self.links if link.operator is operators[i]}
+            groups = {
+                k: {self._hidden[v] for v in self._reached_in_step({operators[k].y}) if v in self._hidden} for k in fed
+            }
+            if elsewhere := [k for k, reached in groups.items() if reached and not reached & told]:
+                found[i] = elsewhere
+        return found
+
+    @cached_property
+    def _hidden(self) -> dict[Var, int]:
+        """The hidden states after a step, and their groups."""
+        return {v: group.index for group in self.graph.hidden_groups for v in group.hidden_outvars}
+
+    def _reached_in_step(self, variables: set[Var], ends: Collection[Var] = ()) -> set[Var]:
+        """What some variables reach within a step, but not through a hidden state after it, nor through ``ends``."""
+        found: set[Var] = {v for v in variables if v in self._hidden}
+        through = variables - found
+        for eqn in self.graph.module_info.jaxpr.eqns:
+            if any(isinstance(v, Var) and v in through for v in eqn.invars):
+                made = {v for v in eqn.outvars if v not in ends}
+                found |= made
+                through |= {v for v in made if v not in self._hidden}
+        return found
 
     def input_name(self, link: Link) -> str:
         """The name of what a rule keeps of an operator's input; operators with one input share it."""

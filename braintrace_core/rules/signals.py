@@ -188,33 +188,28 @@ def step_alone(
 
 
 def through_operators(
-    plan: RulePlan, frontier: Mapping[Var, Any], record: WindowRecord, cotangents: Mapping[int, Array]
-) -> dict[int, Array]:
-    """For operators that a trace follows, what is said of their results through operators that these feed.
+    plan: RulePlan, frontier: Mapping[Var, Any], record: WindowRecord, index: int, cotangents: Mapping[int, Array]
+) -> Array:
+    """What is said of an operator's result through operators that it feeds, ``(time, batch, ...)``.
 
     Args:
       plan, frontier, record: what the window ran with, and recorded.
-      cotangents: what is said of the results of those in :attr:`RulePlan.fed_by_followed`, ``(time, batch, ...)``.
+      index: the operator.
+      cotangents: what is said of the results of those that it feeds.
     """
     program, schedule = plan.program, plan.program.schedule
-    followed = [i for i in range(len(schedule.operators)) if i not in plan.not_followed]
+    y = schedule.operators[index].y
     recorded = dict(zip(plan.graph.module_info.input_invars, record.inputs, strict=True))
     recorded.update(zip(schedule.recorded, record.values, strict=True))
     run = PartRunner(schedule.operators, {**program.constants, **frontier}, {}, {})
 
-    def results(added: list[Array]) -> list[Array]:
-        terms = {schedule.operators[i].y: term for i, term in zip(followed, added, strict=True)}
-        moved = {**recorded, **{y: recorded[y] + term for y, term in terms.items() if y in recorded}}
-        others = {y: term for y, term in terms.items() if y not in recorded}
-        local = {**moved, **run.over_window(schedule.local, moved, others, record.sizes)}
+    def results(term: Array) -> list[Array]:
+        moved = {**recorded, y: recorded[y] + term} if y in recorded else recorded
+        local = {**moved, **run.over_window(schedule.local, moved, {y: term}, record.sizes)}
         return [_results_of(schedule.operators[k], program, frontier, local) for k in cotangents]
 
-    zeros = [
-        jnp.zeros((*record.sizes, *schedule.operators[i].y.aval.shape), schedule.operators[i].y.aval.dtype)
-        for i in followed
-    ]
-    (found,) = jax.vjp(results, zeros)[1](list(cotangents.values()))
-    return dict(zip(followed, found, strict=True))
+    _, pull_back = jax.vjp(results, jnp.zeros((*record.sizes, *y.aval.shape), y.aval.dtype))
+    return pull_back(list(cotangents.values()))[0]
 
 
 def _results_of(
