@@ -76,13 +76,13 @@ def shardings(
     anywhere: Any = whole  # stands where an array does
     if step is None:
         return TrainState(whole, params, carry, None, whole)
-    abstract = jax.eval_shape(step.init, jax.eval_shape(lambda: jax.random.key(0)))
+    abstract = jax.eval_shape(step.tx.init, model.params_shape)
     moments: Any = None
 
     def like_params() -> None:  # it makes an optimizer state, whose traces may be larger than this machine
         nonlocal moments
         moments = optax.tree.map_params(
-            step.tx, lambda _, sharding: sharding, abstract.opt_state, params, transform_non_params=lambda _: whole
+            step.tx, lambda _, sharding: sharding, abstract, params, transform_non_params=lambda _: whole
         )
 
     jax.eval_shape(like_params)
@@ -94,7 +94,7 @@ def shardings(
         traces: Any = {name: NamedSharding(mesh, spec) for name, spec in specs_of.items()}
         return OnlineGradState(traces, anywhere, anywhere, shapes.settings)
 
-    opt_state = jax.tree.map(place, abstract.opt_state, moments, is_leaf=is_online_state)
+    opt_state = jax.tree.map(place, abstract, moments, is_leaf=is_online_state)
     return TrainState(whole, params, carry, opt_state, whole)
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from braintrace_core.rules import BPTT, QualityMeter, past_gradient
 
@@ -126,7 +126,8 @@ class TrainStep:
         """
         placed = shardings(self, mesh, rules, batch_axes)
         step = copy.copy(self)
-        step._init = jax.jit(self._make_state, out_shardings=placed)
+        made = jax.jit(self._make_state, out_shardings=placed)
+        step._init = made if self.meter is None else step._make_state_with_meter
         whole = NamedSharding(mesh, PartitionSpec())
         results = placed._replace(key=None), whole  # a call leaves the key outside
         step.jitted = jax.jit(step.run, donate_argnums=self._donated, out_shardings=results)
@@ -156,6 +157,13 @@ class TrainStep:
         carry = self.model.initial_carry(for_carry)
         meter = None if self.meter is None else self.meter.init(self._meter_shapes(carry, example))
         return TrainState(jnp.zeros((), jnp.int32), params, carry, self.tx.init(params), rest, meter)
+
+    def _make_state_with_meter(self, key: Any, params: Any, example: Any) -> TrainState:
+        """The state on a mesh: what the meter keeps of windows lies like their batch."""
+        assert self.shardings is not None
+        shapes = jax.eval_shape(self._make_state, key, params, example).meter
+        placed = self.shardings._replace(meter=self._meter_shardings(shapes))
+        return jax.jit(self._make_state, out_shardings=placed)(key, params, example)
 
     def __call__(
         self,
@@ -224,6 +232,11 @@ class TrainStep:
         if whole < steps:
             state, last = self._one_window(state, jax.tree.map(lambda a: a[whole:], over))
             metrics = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), metrics, last)
+        if self.meter is not None and self.shardings is not None:
+            inside = not jax.sharding.get_abstract_mesh().empty
+            where = self._meter_shardings(state.meter)
+            placed = jax.tree.map(lambda sharding: sharding.spec if inside else sharding, where)
+            state = state._replace(meter=lax.with_sharding_constraint(state.meter, placed))
         return state, metrics
 
     def _one_window(self, state: TrainState, over: Any) -> tuple[TrainState, dict[str, Array]]:
@@ -314,6 +327,23 @@ class TrainStep:
             lambda a: jax.ShapeDtypeStruct((length, *a.shape[1:]), a.dtype), (inputs, targets, reset, mask)
         )
         return jax.eval_shape(self._meter_item, carry, *one)
+
+    def _meter_shardings(self, ring: Any) -> Any:
+        """Where a meter's ring lies: along the batch like the carry, ``(windows, batch, ...)``, and like the data."""
+        assert self.shardings is not None
+        mesh, axes = self.shardings.step.mesh, tuple(self._shares) or None
+
+        def divided(leaf: Any, *spec: Any) -> NamedSharding:
+            named = without(spec[: leaf.ndim], (), leaf.ndim)
+            while named and named[-1] is None and AxisType.Explicit not in mesh.axis_types:
+                named = named[:-1]  # as JAX spells what the compiler gives it
+            return NamedSharding(mesh, PartitionSpec(*named))
+
+        states, *data = ring.items
+        carry = jax.tree.leaves(self.shardings.carry)
+        like_carry = [divided(leaf, None, *placed.spec) for leaf, placed in zip(states, carry, strict=True)]
+        like_data = jax.tree.map(lambda leaf: divided(leaf, None, None, axes), data)
+        return ring._replace(recorded=self.shardings.step, items=(like_carry, *like_data))
 
     def _meter_item(self, carry: Any, inputs: Any, targets: Any, reset: Any, mask: Any) -> Any:
         model = self.model

@@ -298,5 +298,5 @@ def window_losses(
 
 def _where_kept(mask: Any, value: Any) -> Array:
     """Zeros where the mask leaves out."""
-    kept = jnp.expand_dims(mask, tuple(range(jnp.ndim(mask), jnp.ndim(value)))) != 0
+    kept = jnp.expand_dims(jnp.asarray(mask, bool), tuple(range(jnp.ndim(mask), jnp.ndim(value))))
     return jnp.where(kept, value, jnp.zeros_like(value))

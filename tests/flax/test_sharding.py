@@ -219,6 +219,29 @@ def test_each_gradient_is_reduced_once_a_window(model, alone, rule, name):
             np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_quality_meter_reads_the_same_on_a_mesh(model, kind):
+    tx = optax.chain(braintrace.online_grad(model), optax.sgd(0.1))
+    meter = braintrace.rules.QualityMeter(every=2, windows=2)
+    step = braintrace.train_step(model, tx, window=2, meter=meter)(lambda o, t: jnp.mean((o - t) ** 2))
+    mask = np.random.default_rng(1).random(STEPS) < 0.8
+    example = (*data(), mask)
+    _, expected = step(step.init(jax.random.key(0), example=example), *example)
+    assert np.isfinite(np.asarray(expected["gradient_cosine"])).tolist() == [False, True, False, True]
+    mesh = mesh_of((4, 2), kind)
+    on_mesh = step.sharded(mesh, RULES)
+    state = on_mesh.init(jax.random.key(0), example=example)
+    assert {leaf.sharding.spec[1] for leaf in state.meter.items[0]} == {"data"}
+    places = jax.tree.map(lambda leaf: leaf.sharding, state)
+    given = (*jax.device_put(data(), braintrace.data_sharding(mesh)), mask)
+    state, found = on_mesh(state, *given)
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == places
+    for name in ("gradient_cosine", "gradient_norm_ratio"):
+        np.testing.assert_allclose(np.asarray(found[name]), np.asarray(expected[name]), rtol=1e-9)
+    on_mesh(state, *given)
+    assert on_mesh.jitted._cache_size() == 1
+
+
 class FiresFirst(nn.Module):
     """Units that fire by the potential that they come with, and then integrate."""
 
