@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from braintrace_core.rules import TBPTT, Rule
+from braintrace_core.rules import DNI, TBPTT, Rule
 
 __all__ = [
     "check_compiled",
@@ -207,5 +207,10 @@ def check_credit(credit: Any, rule: Rule | None = None) -> None:
         raise ValueError(f'`credit` is "window" or "step", got {credit!r}.')
     if isinstance(rule, TBPTT) and credit == "step":
         raise ValueError(f'{rule} keeps no traces for each step\'s signal to act on: use `credit="window"`.')
+    if isinstance(rule, DNI) and credit == "step":
+        raise ValueError(
+            f"{rule} estimates what will be said of a window's end, where step credit does not look: use "
+            '`credit="window"`.'
+        )
     if rule is not None and rule.feedback_seed is not None and credit == "window":
         raise ValueError('Random feedback changes each step\'s own signal: use `credit="step"`.')

@@ -53,7 +53,8 @@ class DNI(DRTRL):
     Where a trace follows a parameter, credit from later windows reaches it through the trace. The others (a reset gate,
     an input layer below another operator) have none: they get the estimate of what later windows will say of
     the states at this window's end. The estimate of the states at a window's start is trained towards the gradient
-    that the window, with its own estimate at the end, then finds for them.
+    that the window, with its own estimate at the end, then finds for them. Step credit does not look at a window's end:
+    with it, this is D-RTRL.
 
     Attributes:
       synthesiser: estimates gradients of hidden values; its parameters are kept with the traces and train with them.

@@ -164,6 +164,11 @@ def test_step_credit_without_traces(rule):
     refused(lambda: braintrace.value_and_grad(small.model(), small.loss, credit="step", rule=rule), text)
 
 
+def test_step_credit_without_a_windows_end():
+    text = 'estimates what will be said of a window\'s end, where step credit does not look: use `credit="window"`'
+    refused(lambda: braintrace.online_grad(small.model(), rule="dni", credit="step"), text)
+
+
 def test_the_wrong_thing_for_a_window(window):
     tx, right = optimizer(), "`tx.update(grads, opt_state, params, online=window)`"
     refused(lambda: update(tx, window, online=window[1]), "needs the parameters", right)
