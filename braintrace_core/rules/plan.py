@@ -199,44 +199,27 @@ class RulePlan:
 
         Each that is fed directly, not through another one.
         """
-        operators = self.program.schedule.operators
+        operators, hidden = self.program.schedule.operators, self.program.hidden_after
         ends = {op.y for op in operators if is_boundary(op.eqn.primitive)}
         found = {}
         for i, operator in enumerate(operators):
-            reached = {operator.y} | self._reached_in_step({operator.y}, ends)
+            reached = self.program.reached_in_step({operator.y}, ends) - hidden.keys()
             fed = [k for k, op in enumerate(operators) if op.y in ends and op.x in reached]
-            if i not in self.not_followed and operator.y not in self._hidden and fed:
+            if i not in self.not_followed and fed:
                 found[i] = fed
         return found
 
     @cached_property
     def feeds_elsewhere(self) -> dict[int, list[int]]:
         """Those of :attr:`feeds` that lead to hidden groups of which the operator's traces tell nothing."""
-        operators = self.program.schedule.operators
+        operators, hidden = self.program.schedule.operators, self.program.hidden_after
         found = {}
         for i, fed in self.feeds.items():
             told = {link.group for link in self.links if link.operator is operators[i]}
-            groups = {
-                k: {self._hidden[v] for v in self._reached_in_step({operators[k].y}) if v in self._hidden} for k in fed
-            }
-            if elsewhere := [k for k, reached in groups.items() if reached and not reached & told]:
+            reached = {k: self.program.reached_in_step({operators[k].y}) & hidden.keys() for k in fed}
+            groups = {k: {hidden[v] for v in states} for k, states in reached.items()}
+            if elsewhere := [k for k in fed if groups[k] and not groups[k] & told]:
                 found[i] = elsewhere
-        return found
-
-    @cached_property
-    def _hidden(self) -> dict[Var, int]:
-        """The hidden states after a step, and their groups."""
-        return {v: group.index for group in self.graph.hidden_groups for v in group.hidden_outvars}
-
-    def _reached_in_step(self, variables: set[Var], ends: Collection[Var] = ()) -> set[Var]:
-        """What some variables reach within a step, but not through a hidden state after it, nor through ``ends``."""
-        found: set[Var] = {v for v in variables if v in self._hidden}
-        through = variables - found
-        for eqn in self.graph.module_info.jaxpr.eqns:
-            if any(isinstance(v, Var) and v in through for v in eqn.invars):
-                made = {v for v in eqn.outvars if v not in ends}
-                found |= made
-                through |= {v for v in made if v not in self._hidden}
         return found
 
     def input_name(self, link: Link) -> str:

@@ -283,9 +283,7 @@ class WindowProgram:
     @cached_property
     def seen_past_states(self) -> list[int]:
         """The operators whose result reaches the outputs of the same step without passing through a hidden state."""
-        hidden = {v for group in self.graph.hidden_groups for v in group.hidden_outvars}
-        results = [operator.y for operator in self.schedule.operators]
-        return [i for i, y in enumerate(results) if y not in hidden and self._are_seen_past_states({y})]
+        return [i for i, op in enumerate(self.schedule.operators) if self._are_seen_past_states({op.y})]
 
     @cached_property
     def outputs_see_past(self) -> bool:
@@ -294,12 +292,21 @@ class WindowProgram:
 
     def _are_seen_past_states(self, variables: set[Var]) -> bool:
         """Whether some variables reach the outputs of the same step past the hidden states after it."""
-        minfo, reached = self.graph.module_info, set(variables)
-        hidden = {v for group in self.graph.hidden_groups for v in group.hidden_outvars}
-        for eqn in minfo.jaxpr.eqns:
-            if any(isinstance(v, Var) and v in reached for v in eqn.invars):
-                reached.update(v for v in eqn.outvars if v not in hidden)
+        minfo, reached = self.graph.module_info, self.reached_in_step(variables) - self.hidden_after.keys()
         return any(isinstance(v, Var) and v in reached for v in minfo.jaxpr.outvars[: minfo.num_var_out])
+
+    @cached_property
+    def hidden_after(self) -> dict[Var, int]:
+        """The hidden states after a step, and their groups."""
+        return {v: group.index for group in self.graph.hidden_groups for v in group.hidden_outvars}
+
+    def reached_in_step(self, variables: set[Var], ends: Collection[Var] = ()) -> set[Var]:
+        """What some variables reach within a step, with them, as far as hidden states after it and before ``ends``."""
+        found = set(variables)
+        for eqn in self.graph.module_info.jaxpr.eqns:
+            if any(isinstance(v, Var) and v in found and v not in self.hidden_after for v in eqn.invars):
+                found.update(v for v in eqn.outvars if v not in ends)
+        return found
 
     @cached_property
     def whole_step(self) -> Part:
