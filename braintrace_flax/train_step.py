@@ -341,7 +341,8 @@ class TrainStep:
 
         states, *data = ring.items
         carry = jax.tree.leaves(self.shardings.carry)
-        like_carry = [divided(leaf, None, *placed.spec) for leaf, placed in zip(states, carry, strict=True)]
+        lead = (None,) if self.model.has_examples else (None, None)  # windows, and a batch of one
+        like_carry = [divided(leaf, *lead, *placed.spec) for leaf, placed in zip(states, carry, strict=True)]
         like_data = jax.tree.map(lambda leaf: divided(leaf, None, None, axes), data)
         return ring._replace(recorded=self.shardings.step, items=(like_carry, *like_data))
 

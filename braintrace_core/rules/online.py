@@ -258,7 +258,7 @@ def _beside_traces(
     within: Mapping[int, Array],
     alone: StepAlone | None,
 ) -> dict[int, Array]:
-    """What is said of operators' results, besides what their traces tell: what they do to states of their own.
+    """What is said of operators' results besides what their traces tell, which is what they do to their own states.
 
     Args:
       plan, frontier, record: what the window ran with, and recorded.

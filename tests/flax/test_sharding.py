@@ -242,6 +242,20 @@ def test_a_quality_meter_reads_the_same_on_a_mesh(model, kind):
     assert on_mesh.jitted._cache_size() == 1
 
 
+def test_a_quality_meter_of_a_single_stream_on_a_mesh():
+    model = braintrace.compile(nn.SimpleCell(UNITS), jnp.zeros((FEATURES,), jnp.float32))
+    tx = optax.chain(braintrace.online_grad(model), optax.sgd(0.1))
+    meter = braintrace.rules.QualityMeter(every=2, windows=2)
+    step = braintrace.train_step(model, tx, window=2, meter=meter)(lambda o, t: jnp.mean((o - t) ** 2))
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
+    on_mesh = step.sharded(mesh, [("kernel", (None, "model")), ("carry", ("model",))])
+    example = (jnp.ones((4, FEATURES), jnp.float32), jnp.zeros((4, UNITS), jnp.float32))
+    state = on_mesh.init(jax.random.key(0), example=example)
+    assert state.meter.items[0][0].sharding.spec == jax.P(None, None, "model")  # windows, a batch of one, units
+    _, metrics = on_mesh(state, *example)
+    assert np.isfinite(np.asarray(metrics["gradient_cosine"])).tolist() == [False, True]
+
+
 class FiresFirst(nn.Module):
     """Units that fire by the potential that they come with, and then integrate."""
 

@@ -68,12 +68,13 @@ def layers(p, states, x):
 
 
 def shared_input(p, states, x):
-    """One product feeds a state, the operator of another, and the output."""
+    """One product feeds a state, the operator of another, and the output; so does that operator."""
     h, top = states
     z = x @ p["w"]
+    u = z @ p["v"]
     h = jnp.tanh(z + 0.5 * h)
-    top = jnp.tanh(0.5 * top + z @ p["v"])
-    return (h, top), (h + top + z) @ p["r"]
+    top = jnp.tanh(0.5 * top + u)
+    return (h, top), (h + top + z + u) @ p["r"]
 
 
 def makes():
