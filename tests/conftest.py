@@ -28,14 +28,22 @@ if jax.__version_info__ < (0, 11):  # a process with a flag that it does not kno
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *QUICK_TO_COMPILE]).strip()
 
 # What one test has compiled, others need not compile again, in whatever process: workers and those that tests start.
-# Set JAX_COMPILATION_CACHE_DIR to keep it for the next run.
+# Set JAX_COMPILATION_CACHE_DIR to keep it for the next run. Programs for several devices are never kept: XLA's CPU
+# backend forgets the order of collectives when it writes one, and devices that take them in turn then wait for ever.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     compiled = tempfile.mkdtemp(prefix="compiled-")
     atexit.register(shutil.rmtree, compiled, ignore_errors=True)
     jax.config.update("jax_compilation_cache_dir", compiled)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+
+
+def keep_compiled_after(seconds: float) -> None:
+    """Keep what takes at least so long to compile, in this process and those that it starts."""
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = str(seconds)
+
+
+keep_compiled_after(0.0)
 
 jax.config.update("jax_platforms", "cpu")
 if "JAX_NUM_CPU_DEVICES" not in os.environ:
@@ -64,6 +72,13 @@ def loose_promotion() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def keeping_nothing_compiled() -> Iterator[None]:
+    keep_compiled_after(1e9)
+    yield
+    keep_compiled_after(0.0)
+
+
 class JaxSettings:
     """Settings of single items; a plugin, since a conftest's own hooks do not see the packages' doctests."""
 
@@ -75,6 +90,8 @@ class JaxSettings:
                 settings.enter_context(loose_promotion())
             elif item.get_closest_marker("loose_promotion"):
                 settings.enter_context(loose_promotion())
+            if item.get_closest_marker("several_devices"):
+                settings.enter_context(keeping_nothing_compiled())
             return (yield)
 
 

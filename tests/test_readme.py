@@ -14,6 +14,7 @@ MODELS = [block for block in BLOCKS if "\nmodel = braintrace.compile(" in block]
 
 
 @pytest.mark.loose_promotion
+@pytest.mark.several_devices
 def test_code_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}

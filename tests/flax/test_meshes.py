@@ -11,6 +11,8 @@ import pytest
 
 from tests.flax.meshes import CASES, FEW, RULES, trained
 
+pytestmark = pytest.mark.several_devices
+
 ROOT = Path(__file__).parents[2]
 
 

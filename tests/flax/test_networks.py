@@ -13,7 +13,7 @@ from braintrace_flax.runs import GRU, LRU, Config, build
 from braintrace_flax.sharding import gathered, shardings
 from braintrace_flax.tasks import Copy
 
-pytestmark = pytest.mark.loose_promotion  # Optax relies on it
+pytestmark = [pytest.mark.loose_promotion, pytest.mark.several_devices]  # Optax relies on the first
 TASK = Copy(symbols=3, length=2, delay=2)
 
 

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import braintrace_flax as braintrace
 from tests.flax import small
 
-pytestmark = pytest.mark.loose_promotion  # Optax relies on it
+pytestmark = [pytest.mark.loose_promotion, pytest.mark.several_devices]  # Optax relies on the first
 
 
 def test_it_chains_and_ignores_what_is_not_its_own():

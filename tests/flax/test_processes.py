@@ -22,6 +22,8 @@ from braintrace_flax.runs.records import read_records
 from braintrace_flax.runs.watch import AGAIN, Watch
 from tests.flax.test_meshes import free_port
 
+pytestmark = pytest.mark.several_devices
+
 ROOT = Path(__file__).parents[2]
 CONFIG = """
 from braintrace_flax.runs import LRU, Config

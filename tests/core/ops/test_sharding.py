@@ -8,6 +8,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from braintrace_core.ops import embedding, matmul
 
+pytestmark = pytest.mark.several_devices
+
 P = PartitionSpec
 
 
