@@ -88,7 +88,7 @@ def begin_manifest(
     """
     data, config, metrics = _checked("data", data), _checked("config", config), dict(metrics or {})
     for name, value in metrics.items():
-        if np.ndim(value) or isinstance(value, str):
+        if np.ndim(value) or isinstance(value, str) or value is None:
             raise TypeError(f"The metric `{name}` must be one number, got {value!r}.")
     arrays, numbers = begin_fingerprints(_arrays(state), copy=copy)
 
@@ -170,19 +170,19 @@ def _kind(shape: Sequence[int], dtype: Any) -> str:
 
 
 def _checked(what: str, value: Any) -> Any:
-    """``value``, which JSON must give back as it is."""
+    """A copy of ``value``, which JSON must give back as it is."""
     try:
-        same = json.loads(json.dumps(value)) == value
+        copied = json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"`{what}` must be made of what JSON knows (dicts, lists, text, numbers, None): {error}."
         ) from error
-    if not same:
+    if copied != value:
         raise TypeError(
             f"`{what}` would come back changed from JSON, which has lists but no tuples, and only text as keys: "
             f"{value!r}."
         )
-    return value
+    return copied
 
 
 @cache

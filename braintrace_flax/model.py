@@ -20,10 +20,10 @@ from .adapters.step import shape_of
 from .checks import check_tree, leaf_paths
 from .reach import parameters_without_gradient
 
-__all__ = ["Model", "compile"]
+__all__ = ["Model", "compile", "strong"]
 
-# Up to this many numbers, a step is run once, on random values, to see that the batch does not couple.
-_SMALL_ENOUGH_TO_RUN = 2_000_000
+# Up to this many numbers, a step is run on random values to see whether the batch couples.
+_SMALL_ENOUGH_TO_RUN = 2**26
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class Model:
 
     def init(self, key: Any) -> Any:
         """Parameters. Those of an NNX or brainstate module are its own, copied."""
-        return self.step.init(key)
+        return strong(self.step.init(key))
 
     def initial_carry(self, key: Any = None) -> Any:
         """The carry before the first step, for the whole batch.
@@ -61,9 +61,9 @@ class Model:
         """
         key = jax.random.key(0) if key is None else key
         if self.batch_size is None or self.is_batched:
-            return _strong(self.step.initial_carry(key))
+            return strong(self.step.initial_carry(key))
         keys = jax.random.split(key, self.batch_size)
-        return _strong(jax.vmap(self.step.initial_carry)(keys))
+        return strong(jax.vmap(self.step.initial_carry)(keys))
 
     def apply(self, params: Any, carry: Any, *inputs: Any) -> tuple[Any, Any]:
         """One step of the batch: ``(carry, out)``."""
@@ -159,7 +159,7 @@ def compile(
     params: Any = None,
     carry: Any = None,
     batch_axis: int | None = 0,
-    frozen: Sequence[str] = (),
+    frozen: str | Sequence[str] = (),
 ) -> Model:
     """Compile one step of a model for online learning.
 
@@ -175,7 +175,9 @@ def compile(
       frozen: names of parameters that are not trained, or parts of paths (``"encoder"``); no traces are kept for them.
 
     Returns:
-      The compiled model. ``print(model.report())`` shows what it found.
+      The compiled model. ``print(model.report())`` shows what it found. Whether a batch's examples act on each other
+      (a mean over the batch) is seen by running a step on random numbers; models of more than 64 million of them are
+      taken for such that do not, unless their shapes say otherwise.
 
     >>> import jax, jax.numpy as jnp
     >>> from flax import linen as nn
@@ -195,6 +197,7 @@ def compile(
         )
     if batch_axis not in (0, None):
         raise ValueError(f"`batch_axis` is 0, or None for a single stream; got {batch_axis!r}.")
+    frozen = (frozen,) if isinstance(frozen, str) else tuple(frozen)
     inputs = jax.tree.map(shape_of, tuple(example_inputs))
     if batch_axis is None:
         step = adapt(model, inputs, params, carry)
@@ -288,8 +291,7 @@ def _repeat(leaf: Any, count: int) -> Any:
 def _with_carry(step: Step, carry: Any) -> Step:
     """The same with an initial carry that may differ between examples."""
     values = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype) if isinstance(a, jax.ShapeDtypeStruct) else a, carry)
-    leaves = jax.tree.leaves(values)
-    if all(bool((leaf == leaf[:1]).all()) for leaf in map(np.asarray, leaves) if np.issubdtype(leaf.dtype, np.number)):
+    if all(bool((leaf == leaf[:1]).all()) for leaf in map(jnp.asarray, jax.tree.leaves(values))):
         return step
     raise ValueError(
         "The examples' initial carries differ from one another. Give the carry of one example to `compile`, and start "
@@ -302,7 +304,7 @@ def _try(model: Any, inputs: Any, params: Any, carry: Any) -> tuple[Step | None,
     try:
         step = adapt(model, inputs, params, carry)
         step.shapes(*inputs)
-    except (TypeError, ValueError, IndexError) as error:
+    except Exception as error:  # whatever a model raises: if no form of it runs, this is shown
         return None, error
     return step, None
 
@@ -332,38 +334,64 @@ def _agree(one: Step, whole: Step, one_inputs: Any, inputs: Any, batch_size: int
     if len(_shapes(each[0])) != len(_shapes(together[0])):
         return False
     sizes = sum(int(np.prod(shape)) for shape, _ in (*_shapes(whole_params), *_shapes(whole_carry)))
-    if one.random or sizes > _SMALL_ENOUGH_TO_RUN:
+    if sizes > _SMALL_ENOUGH_TO_RUN:
         return True
-    return _same_values(one, whole, whole_params, whole_carry, inputs)
+    with jax.ensure_compile_time_eval():  # `compile` may be called while something else is traced
+        return _agree_on_numbers(one, whole, *_random_values(whole, whole_params, inputs))
 
 
 def _shapes(tree: Any) -> list[tuple[Any, Any]]:
     return [(tuple(leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(tree)]
 
 
-def _same_values(one: Step, whole: Step, params: Any, carry: Any, inputs: Any) -> bool:
-    """Whether the two agree on random numbers."""
-    draws = np.random.default_rng(0)
+def _random_values(whole: Step, params: Any, inputs: Any) -> tuple[Any, Any, Any]:
+    """Parameters, a carry and inputs, drawn; keys and counts are those that the model starts from."""
+    draws = np.random.default_rng(0).normal(size=65_537)  # repeated: to draw millions would take seconds
 
-    def random(leaf: Any) -> Any:
-        if jnp.issubdtype(leaf.dtype, jnp.inexact):
-            return jnp.asarray(draws.normal(size=leaf.shape) * 0.5).astype(leaf.dtype)
-        return jnp.zeros(leaf.shape, leaf.dtype)
+    def random(leaf: Any, fan_in: int = 1) -> Any:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+        return jnp.asarray(np.resize(min(0.5, fan_in**-0.5) * draws, leaf.shape)).astype(leaf.dtype)
 
-    params, carry, inputs = jax.tree.map(random, (params, carry, inputs))
-    mine = jax.jit(jax.vmap(one.run, in_axes=(None, 0, *([0] * len(inputs)))))(params, carry, *inputs)
-    theirs = jax.jit(whole.run)(params, carry, *inputs)
-    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
-        if not jnp.issubdtype(a.dtype, jnp.inexact):
-            continue
-        scale = max(float(jnp.max(jnp.abs(b), initial=0.0)), 1e-6)
-        tolerance = 20 * float(jnp.finfo(a.dtype).eps) ** 0.5
-        if not float(jnp.max(jnp.abs(a - b), initial=0.0)) <= tolerance * scale:
-            return False
-    return True
+    params = jax.tree.map(lambda leaf: random(leaf, max(1, int(np.prod(leaf.shape[:-1])))), params)
+    carry = jax.jit(whole.initial_carry)(jax.random.key(0))
+    inputs = jax.tree.map(lambda leaf: abs(random(leaf)), inputs)  # some models take logarithms
+    return params, jax.tree.map(random, carry), inputs
 
 
-def _strong(tree: Any) -> Any:
+def _agree_on_numbers(one: Step, whole: Step, params: Any, carry: Any, inputs: Any) -> bool:
+    """Whether the first example leaves the others alone, and each example for itself comes to the same."""
+
+    def other(leaf: Any) -> Any:
+        return leaf.at[0].set(0.9 - leaf[0]) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
+
+    run = jax.jit(whole.run)
+    together = _inexact(run(params, carry, *inputs))
+    changed = _inexact(run(params, *jax.tree.map(other, (carry, *inputs))))
+    if not all(_close(a[1:], b[1:], 8 * _precision(a)) for a, b in zip(changed, together, strict=True)):
+        return False
+    if one.random:  # each example would draw for itself
+        return True
+    each = _inexact(jax.jit(jax.vmap(one.run, in_axes=(None, 0, *([0] * len(inputs)))))(params, carry, *inputs))
+    return all(_close(a, b, 20 * _precision(a) ** 0.5) for a, b in zip(each, together, strict=True))
+
+
+def _precision(array: Any) -> float:
+    return float(jnp.finfo(array.dtype).eps)
+
+
+def _inexact(tree: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+
+
+def _close(a: Any, b: Any, tolerance: float) -> bool:
+    """Whether two arrays are the same up to rounding; what is no number in both (a logarithm) tells nothing."""
+    scale = float(jnp.max(jnp.where(jnp.isfinite(b), jnp.abs(b), 0.0), initial=1e-6))
+    same = (a == b) | (jnp.isnan(a) & jnp.isnan(b)) | (jnp.abs(a - b) <= tolerance * scale)
+    return bool(same.all())
+
+
+def strong(tree: Any) -> Any:
     """The same without weak types, which would make everything compile twice."""
     return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, leaf.dtype) if _is_weak(leaf) else leaf, tree)
 

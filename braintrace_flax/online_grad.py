@@ -119,6 +119,8 @@ def online_grad(
     compiled = _compiled(model, example_inputs)
     chosen = get_rule(rule)
     check_credit(credit, chosen)
+    if trace_dtype is not None and not jnp.issubdtype(trace_dtype, jnp.floating):
+        raise ValueError(f"`trace_dtype` is a dtype of real numbers, like jnp.bfloat16; got {trace_dtype!r}.")
     settings = Settings(chosen, credit, compiled, model)
     stored = _dtype_of_params(compiled) if trace_dtype is None else trace_dtype
 

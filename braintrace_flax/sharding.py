@@ -82,7 +82,12 @@ def shardings(
     def like_params() -> None:  # it makes an optimizer state, whose traces may be larger than this machine
         nonlocal moments
         moments = optax.tree.map_params(
-            step.tx, lambda _, sharding: sharding, abstract, params, transform_non_params=lambda _: whole
+            step.tx,
+            lambda leaf, sharding: leaf if isinstance(leaf, optax.MaskedNode) else sharding,
+            abstract,
+            params,
+            transform_non_params=lambda _: whole,
+            is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
         )
 
     jax.eval_shape(like_params)

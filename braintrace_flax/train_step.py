@@ -18,7 +18,7 @@ from braintrace_core.rules import BPTT, QualityMeter, past_gradient
 
 from .checks import check_mask, check_modulator, check_reset, check_state, check_targets, check_time, split_inputs
 from .explicit import on_any_mesh, sharding_of
-from .model import Model
+from .model import Model, strong
 from .online_grad import settings_of, skipped_of
 from .sharding import BATCH_AXES, Gathered, gathered, shardings
 from .state import TrainState
@@ -153,10 +153,11 @@ class TrainStep:
 
     def _make_state(self, key: Any, params: Any, example: Any) -> TrainState:
         for_params, for_carry, rest = jax.random.split(key, 3)
-        params = self.model.init(for_params) if params is None else jax.tree.map(jnp.array, params)
+        params = self.model.init(for_params) if params is None else strong(jax.tree.map(jnp.array, params))
         carry = self.model.initial_carry(for_carry)
         meter = None if self.meter is None else self.meter.init(self._meter_shapes(carry, example))
-        return TrainState(jnp.zeros((), jnp.int32), params, carry, self.tx.init(params), rest, meter)
+        opt_state = jax.tree.map(jnp.copy, self.tx.init(params))  # some hold arrays of the user's: a noise's key
+        return TrainState(jnp.zeros((), jnp.int32), params, carry, opt_state, rest, meter)
 
     def _make_state_with_meter(self, key: Any, params: Any, example: Any) -> TrainState:
         """The state on a mesh: what the meter keeps of windows lies like their batch."""

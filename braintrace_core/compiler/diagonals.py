@@ -39,11 +39,6 @@ class OperatorPositions:
     unit: np.ndarray
     exact: bool
 
-    @property
-    def is_identity(self) -> bool:
-        """Whether element and unit have the same index throughout."""
-        return self.unit.size == 0 or bool((self.unit.ravel() == np.arange(self.unit.size)).all())
-
 
 @dataclass(frozen=True, eq=False)
 class DiagonalPlan:

@@ -181,7 +181,8 @@ def _plan_group(
         group.components, group.hidden_invars, group.hidden_outvars, operators, analysis.patterns
     )
     results = [y for y, _ in operators]
-    cut = [y for y in results if not any(v in analysis.patterns[y] for v in group.hidden_invars)]
+    sources = [*group.hidden_invars, *results]  # what lies behind a cut would not be seen
+    cut = [y for y in results if not any(v is not y and v in analysis.patterns[y] for v in sources)]
     stop = analysis.boundary_results.__contains__
     tail = analysis.indexed.part(
         [*group.hidden_invars, *cut], group.hidden_outvars, lambda v: stop(v) or analysis.depends.is_parameter(v)

@@ -111,10 +111,11 @@ class Link:
         if self.axes_before_units is not None:  # units may be divided among devices, and stay so
             value = value.reshape(*lead, *(1 for _ in range(self.axes_before_units)), *varshape)
             return jnp.broadcast_to(value, (*lead, *y_shape))
-        if self.positions.is_identity:
-            return value.reshape(*lead, *y_shape)
         flat = value.reshape(*lead, -1)
         unit, period = self.positions.unit.ravel(), flat.shape[-1]
+        start = max(0, int(unit[0])) if unit.size else 0
+        if (unit == np.arange(start, start + unit.size)).all():  # units one after the other: all, or one layer of them
+            return flat[..., start : start + unit.size].reshape(*lead, *y_shape)
         if unit.size % period == 0 and (unit == np.tile(np.arange(period), unit.size // period)).all():
             return jnp.tile(flat, unit.size // period).reshape(*lead, *y_shape)
         return jnp.take(flat, np.maximum(unit, 0), axis=-1).reshape(*lead, *y_shape)

@@ -41,8 +41,8 @@ def adapt_linen(module: nn.Module, inputs: Any, params: Any, carry: Any) -> Step
         """All variables as they are before any step, and the carry."""
         keys = jax.random.split(key)
         first = first_carry(keys[1]) if has_carry else None
-        zeros = [jnp.zeros(x.shape, x.dtype) for x in inputs]
-        arguments = (first, *zeros) if has_carry else tuple(zeros)
+        zeros = _zeros(tuple(inputs))
+        arguments = (first, *zeros) if has_carry else zeros
         initial: dict[Any, Any] = {}
 
         def run(scope: Scope) -> None:

@@ -19,7 +19,7 @@ from braintrace_flax.manifest import begin_manifest
 from braintrace_flax.preemption import preemption
 from tests.flax import small
 
-pytestmark = pytest.mark.loose_promotion  # Optax relies on it
+pytestmark = [pytest.mark.loose_promotion, pytest.mark.several_devices]  # Optax relies on the first
 
 
 def make(after=None, rule="d_rtrl", credit="window", model=None, **options):
@@ -282,6 +282,16 @@ def test_what_json_would_change_is_refused(tmp_path):
         with pytest.raises(TypeError, match="metric `loss` must be one number"):
             checkpoints.save(numbers(1), metrics={"loss": np.zeros(2)})
     assert Checkpoints(tmp_path).latest is None
+
+
+def test_what_the_user_goes_on_writing_to_is_saved_as_it_was(tmp_path):
+    position, config = {"files": [1]}, {"rate": 1}
+    finish = begin_manifest(numbers(1.0), position, config, {}, copy=True)
+    position["files"].append(2)
+    config["rate"] = 2
+    manifest = finish()[1]
+    assert manifest.data == {"files": [1]}
+    assert manifest.config == {"rate": 1}
 
 
 def test_arguments_are_checked(tmp_path):

@@ -347,3 +347,8 @@ def test_a_step_checks_what_a_window_checks(state):
     refused(lambda: step().lower(other, INPUTS, TARGETS), "`params` is not that of the compiled model", "`w` has shape")
     carry = state._replace(carry=jnp.zeros((2, 9)))
     refused(lambda: step().lower(carry, INPUTS, TARGETS), "`carry` is not that of the compiled model", "(2, 9)")
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, bool, jnp.complex64])
+def test_traces_that_are_no_real_numbers(dtype):
+    refused(lambda: optimizer(trace_dtype=dtype), "`trace_dtype` is a dtype of real numbers, like jnp.bfloat16")

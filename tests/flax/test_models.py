@@ -219,6 +219,79 @@ def test_batch_statistics_next_to_dropout_are_of_the_batch():
     assert jax.tree.leaves(model.carry_shape["state"])[0].shape == (UNITS,)
 
 
+class Centred(linen.Module):
+    """What goes in has its mean over the batch taken off, or a part of it."""
+
+    units: int = UNITS
+    part: float = 1.0
+    rate: float = 0.0
+
+    @linen.compact
+    def __call__(self, carry, x):
+        x = linen.Dense(self.units)(x)
+        x = linen.Dropout(self.rate, deterministic=self.rate == 0)(x - self.part * x.mean(0, keepdims=True))
+        return linen.SimpleCell(self.units)(carry, x)
+
+
+@pytest.mark.parametrize("options", [{}, {"rate": 0.5}, {"part": 1e-3}, {"units": 1500}])
+def test_a_mean_over_the_batch_is_seen(options):
+    """Next to dropout, where it is weak, and in a model of millions of parameters."""
+    module = Centred(**options)
+    model = braintrace.compile(
+        module, jnp.zeros((3, FEATURES), jnp.float32), carry=jnp.zeros(module.units, jnp.float32)
+    )
+    assert model.is_batched
+
+
+def test_numbers_that_a_model_cannot_take_do_not_couple_its_batch():
+    def step(p, h, x):
+        h = jnp.tanh(jnp.log(x) @ p["w"] + h @ jnp.sqrt(p["u"]))
+        return h, h
+
+    params = {"w": jnp.ones((FEATURES, UNITS)), "u": jnp.ones((UNITS, UNITS))}
+    assert not braintrace.compile(step, EXAMPLE, params=params, carry=jnp.zeros(UNITS)).is_batched
+
+
+def test_compiling_while_something_else_is_traced():
+    def inside(x):
+        model = braintrace.compile(linen.SimpleCell(UNITS, **DOUBLE), x)
+        assert not model.is_batched
+        return x
+
+    jax.eval_shape(inside, EXAMPLE)
+
+
+class LinenOfTwo(linen.Module):
+    @linen.compact
+    def __call__(self, carry, x):
+        return linen.SimpleCell(UNITS, **DOUBLE)(carry, jnp.concatenate(jax.tree.leaves(x), -1))
+
+
+@pytest.mark.parametrize("kind", [tuple, lambda pair: dict(zip("ab", pair, strict=True))])
+def test_a_linen_module_of_several_inputs_in_one(kind):
+    model = braintrace.compile(LinenOfTwo(), kind((EXAMPLE, EXAMPLE)), carry=CARRY)
+    assert not model.is_batched
+    assert model.params_shape["SimpleCell_0"]["i"]["kernel"].shape == (2 * FEATURES, UNITS)
+
+
+@pytest.mark.loose_promotion
+def test_a_brainstate_sequence_with_a_cell():
+    """Its errors are of its own kind, also for the trial with a whole batch."""
+    net = brainstate.nn.Sequential(brainstate.nn.GRUCell(FEATURES, UNITS), brainstate.nn.Linear(UNITS, 2))
+    model = braintrace.compile(net, jnp.zeros((BATCH, FEATURES), jnp.float32))
+    assert not model.is_batched
+    assert model.output_shape.shape == (BATCH, 2)
+
+
+def test_one_name_of_what_is_frozen():
+    frozen = [
+        braintrace.compile(linen.SimpleCell(UNITS, **DOUBLE), EXAMPLE, frozen=given).frozen_leaves
+        for given in ("h", ["h"])
+    ]
+    assert frozen[0] == frozen[1]
+    assert frozen[0]
+
+
 class LinenDropout(linen.Module):
     @linen.compact
     def __call__(self, carry, x):
@@ -341,6 +414,17 @@ def test_a_parameter_that_cannot_learn_is_an_error(stop):
     assert len(braintrace.compile(Wasteful(stop), EXAMPLE, carry=CARRY, frozen=["extra"]).frozen_leaves) == 2
 
 
+def noisy(w, carry, x):
+    """Draws from a key that it carries along."""
+    h, key = carry
+    key, now = jax.random.split(key)
+    h = jnp.tanh(0.9 * h + x @ w) + jax.random.normal(now, (UNITS,))
+    return (h, key), h
+
+
+KEYED = jnp.zeros((BATCH, UNITS)), jax.random.split(jax.random.key(0), BATCH)
+
+
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
@@ -354,6 +438,7 @@ def test_a_parameter_that_cannot_learn_is_an_error(stop):
         (NnxDropout(nnx.Rngs(0)), {}, r"`NnxDropout` is called with \(carry, x\)"),
         (HiddenVariable(nnx.Rngs(0)), {"params": {"decay": jnp.ones(3)}}, "`decay` has shape .3,. and .*expected .4,."),
         (3, {}, "got a int"),
+        (noisy, {"params": jnp.ones((FEATURES, UNITS)), "carry": KEYED}, "initial carries differ from one another"),
     ],
 )
 def test_compile_errors(model, options, message):

@@ -14,6 +14,8 @@ from jax.sharding import AxisType
 import braintrace_flax as braintrace
 from braintrace_flax.planning.hlo import Program
 
+pytestmark = pytest.mark.several_devices
+
 BATCH, FEATURES, UNITS, OUTPUTS, STEPS, WINDOW = 8, 12, 16, 8, 8, 4
 RULES = [("kernel", (None, "model"))]
 MESHES = {"data": (8, 1), "model": (1, 8), "both": (4, 2)}
@@ -333,6 +335,26 @@ def test_wrong_rules_are_refused(model, rules, shape, text):
         return
     with pytest.raises(ValueError, match=text):
         braintrace.shardings(make(model), mesh, rules)
+
+
+@pytest.mark.loose_promotion
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", ["masked", "partition"])
+def test_an_optimizer_of_some_parameters_after_it(model, name, kind):
+    """Moments of what it leaves out are not there to be placed."""
+    some = lambda tree: jax.tree_util.tree_map_with_path(lambda path, _: "Dense_0" in str(path), tree)  # noqa: E731
+    labels = lambda tree: jax.tree.map(lambda chosen: "a" if chosen else "b", some(tree))  # noqa: E731
+    tail = {
+        "masked": optax.masked(optax.adam(0.1), some),
+        "partition": optax.partition({"a": optax.adam(0.1), "b": optax.sgd(0.1)}, labels),
+    }[name]
+    tx = optax.chain(braintrace.online_grad(model), tail)
+    step = braintrace.train_step(model, tx, window=WINDOW)(lambda outputs, targets: jnp.mean((outputs - targets) ** 2))
+    expected, _ = step(step.init(jax.random.key(0)), *data())
+    placed = step.sharded(mesh_of((4, 2), kind), RULES)
+    found, _ = placed(placed.init(jax.random.key(0)), *data())
+    for a, b in zip(jax.tree.leaves(found.params), jax.tree.leaves(expected.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
 def test_shardings_allocate_nothing():

@@ -417,3 +417,36 @@ def test_buckets_are_few_lengths_that_add_up(length):
     assert set(pieces) <= {32, 16, 8, 4, 2, 1}
     with pytest.raises(ValueError, match="length >= 0 and largest >= 1, got -1 and 4"):
         braintrace.buckets(-1, 4)
+
+
+def test_weak_types_of_parameters_do_not_compile_twice():
+    def leaky(p, h, x):
+        h = p["decay"] * h + jnp.tanh(x @ p["w"])
+        return h, h @ p["r"]
+
+    weights = lambda key: {**small.params_of(), "decay": jnp.full(small.UNITS, 0.8)}  # noqa: E731
+    given = {"decay": jnp.full(small.UNITS, 0.5), **{name: small.params_of()[name] for name in "rw"}}
+    model = braintrace.compile(
+        leaky,
+        jnp.zeros((small.BATCH, small.FEATURES)),
+        params=lambda key: {name: value for name, value in weights(key).items() if name != "a"},
+        carry=jnp.zeros(small.UNITS),
+    )
+    step = braintrace.train_step(model, optax.chain(braintrace.online_grad(model), optax.adam(0.1)), window=2)(
+        small.loss
+    )
+    for params in (None, given):
+        state = step.init(jax.random.key(0), params)
+        for _ in range(2):
+            state, _ = step(state, *small.data(4))
+    assert step.jitted._cache_size() == 1
+
+
+def test_arrays_of_the_optimizer_are_not_given_away():
+    """A noise's key belongs to the optimizer: each state has a copy."""
+    key = jax.random.key(3)
+    tx = optax.chain(braintrace.online_grad(small.model()), optax.add_noise(0.01, 0.5, key), optax.sgd(0.1))
+    step = braintrace.train_step(small.model(), tx, window=2)(small.loss)
+    found = [step(step.init(jax.random.key(0)), *small.data(4))[0].params for _ in range(2)]
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    assert not key.is_deleted()

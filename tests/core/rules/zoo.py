@@ -84,7 +84,13 @@ def cases() -> tuple[dict[str, Case], dict[str, Case]]:
         v = 0.8 * v * (1 - spike(v - 0.5)) + g + p["b"]
         return (g, v), spike(v - 0.5) @ p["r"]
 
-    s = _random(3)  # apart, so that the draws of the other models stay what they are
+    def side_by_side(p: Any, h: Any, x: Any) -> Any:
+        """Two layers in one array."""
+        left, right = h[:n], h[n:]
+        left, right = 0.5 * left + jnp.tanh(x @ p["a"]), p["d"] * right + jnp.tanh(x @ p["b"])
+        return out(jnp.concatenate([left, right]))
+
+    s, t = _random(3), _random(4)  # apart, so that the draws of the other models stay what they are
     rows, cols = jnp.array([0, 0, 1, 2, 2]), jnp.array([0, 3, 1, 2, 4])
     unit_wise = {
         "indrnn": Case(
@@ -146,6 +152,7 @@ def cases() -> tuple[dict[str, Case], dict[str, Case]]:
         ),
         "lif": Case(lif, {"w": s(f, n), "d": s(n), "r": s(n, 2)}, s(n)),
         "lif_with_synapse": Case(lif_with_synapse, {"w": s(f, n), "b": jnp.abs(s(n)), "r": s(n, 2)}, (s(n), s(n))),
+        "side_by_side": Case(side_by_side, {"a": t(f, n), "b": t(f, 4), "d": t(4)}, t(n + 4)),
     }
 
     def lstm(p: Any, c: Any, x: Any) -> Any:
@@ -180,6 +187,15 @@ def cases() -> tuple[dict[str, Case], dict[str, Case]]:
         v, a = 0.8 * v - 0.5 * z + x @ p["w"] + z @ p["u"], 0.9 * a + 0.1 * z
         return (v, a), spike(v - 0.3 - 0.4 * a) @ p["r"]
 
+    def layers_by_scan(p: Any, hs: Any, x: Any) -> Any:
+        def layer(below: Any, now: Any) -> Any:
+            w, u, h = now
+            h = 0.5 * h + jnp.tanh(below @ w + h @ u)
+            return below + h, h
+
+        above, hs = jax.lax.scan(layer, x @ p["e"], (p["w"], p["u"], hs))
+        return hs, above
+
     gates = {k: r(f, n) for k in ("wz", "wr", "wh")} | {k: r(n, n) for k in ("uz", "ur", "uh")}
     mixing = {
         "lstm": Case(
@@ -190,6 +206,7 @@ def cases() -> tuple[dict[str, Case], dict[str, Case]]:
         "stack": Case(stack, {"w1": r(f, n), "u1": r(n, n), "w2": r(n, 4), "u2": r(4, 4), "r": r(4, 2)}, (r(n), r(4))),
         "complex_dense": Case(complex_dense, {"w": complex_(f, n), "u": complex_(n, n)}, complex_(n)),
         "alif": Case(alif, {"w": s(f, n), "u": s(n, n), "r": s(n, 2)}, (s(n), s(n))),
+        "layers_by_scan": Case(layers_by_scan, {"e": t(f, n), "w": t(2, n, n), "u": t(2, n, n)}, t(2, n)),
     }
     return unit_wise, mixing
 
