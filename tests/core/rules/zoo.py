@@ -13,6 +13,7 @@ import numpy as np
 import braintrace_core as bc
 from braintrace_core.nn.surrogate import Triangular
 from braintrace_core.rules import RulePlan, online_gradient, step_online_gradient
+from tests.core.compiler.zoo import gain_p
 
 UNITS, FEATURES, STEPS, BATCH = 5, 3, 8, 3
 SPIKING = ("lif", "lif_with_synapse", "alif")
@@ -90,6 +91,10 @@ def cases() -> tuple[dict[str, Case], dict[str, Case]]:
         left, right = 0.5 * left + jnp.tanh(x @ p["a"]), p["d"] * right + jnp.tanh(x @ p["b"])
         return out(jnp.concatenate([left, right]))
 
+    def gain(p: Any, h: Any, x: Any) -> Any:
+        """An operator behind another one, through which credit may pass."""
+        return out(0.6 * h + jnp.tanh(gain_p.bind(x @ p["w"], p["g"])))
+
     s, t = _random(3), _random(4)  # apart, so that the draws of the other models stay what they are
     rows, cols = jnp.array([0, 0, 1, 2, 2]), jnp.array([0, 3, 1, 2, 4])
     unit_wise = {
@@ -152,6 +157,7 @@ def cases() -> tuple[dict[str, Case], dict[str, Case]]:
         ),
         "lif": Case(lif, {"w": s(f, n), "d": s(n), "r": s(n, 2)}, s(n)),
         "lif_with_synapse": Case(lif_with_synapse, {"w": s(f, n), "b": jnp.abs(s(n)), "r": s(n, 2)}, (s(n), s(n))),
+        "gain": Case(gain, {"w": t(f, n), "g": t(n)}, t(n)),
         "side_by_side": Case(side_by_side, {"a": t(f, n), "b": t(f, 4), "d": t(4)}, t(n + 4)),
     }
 
