@@ -13,7 +13,7 @@ from braintrace_core.rules.twins import Twin, twins_of
 from tests.core.rules import zoo
 
 N, F = zoo.UNITS, zoo.FEATURES
-number = zoo._random(5)
+number = zoo.random(5)
 DECAYS, ANGLE = jnp.linspace(0.3, 0.9, N), jnp.linspace(0.1, 2.0, N)
 WEIGHTS = {name: number(F, N) for name in "uvw"} | {"out": number(N, 2), "r": number(N, N)}
 

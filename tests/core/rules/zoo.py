@@ -33,14 +33,14 @@ class Case(NamedTuple):
     carry: Any
 
 
-def _random(seed: int) -> Callable[..., Any]:
+def random(seed: int) -> Callable[..., Any]:
     generator = np.random.default_rng(seed)
     return lambda *shape: jnp.asarray(0.7 * generator.standard_normal(shape))
 
 
 def cases() -> tuple[dict[str, Case], dict[str, Case]]:
     """Models whose recurrence is unit by unit, and models whose recurrence mixes units."""
-    r, n, f = _random(0), UNITS, FEATURES
+    r, n, f = random(0), UNITS, FEATURES
     complex_ = lambda *s: jax.lax.complex(r(*s), r(*s))  # noqa: E731
 
     def out(h: Any, y: Any = None) -> Any:
@@ -95,7 +95,7 @@ def cases() -> tuple[dict[str, Case], dict[str, Case]]:
         """An operator behind another one, through which credit may pass."""
         return out(0.6 * h + jnp.tanh(gain_p.bind(x @ p["w"], p["g"])))
 
-    s, t = _random(3), _random(4)  # apart, so that the draws of the other models stay what they are
+    s, t = random(3), random(4)  # apart, so that the draws of the other models stay what they are
     rows, cols = jnp.array([0, 0, 1, 2, 2]), jnp.array([0, 3, 1, 2, 4])
     unit_wise = {
         "indrnn": Case(
@@ -219,7 +219,7 @@ def cases() -> tuple[dict[str, Case], dict[str, Case]]:
 
 def batch_of(case: Case) -> tuple[Any, Any]:
     """A carry for a batch, and inputs ``(time, batch, features)``."""
-    r = _random(1)
+    r = random(1)
     carry = jax.tree.map(
         lambda a: jnp.broadcast_to(a, (BATCH, *a.shape)) + r(BATCH, *a.shape).astype(a.dtype), case.carry
     )
