@@ -279,8 +279,9 @@ def test_what_json_would_change_is_refused(tmp_path):
                 checkpoints.save(numbers(1), data=data)
         with pytest.raises(TypeError, match="`data` must be made of what JSON knows"):
             checkpoints.save(numbers(1), data={"x": np.zeros(2)})
-        with pytest.raises(TypeError, match="metric `loss` must be one number"):
-            checkpoints.save(numbers(1), metrics={"loss": np.zeros(2)})
+        for value in (np.zeros(2), "0.5", None):
+            with pytest.raises(TypeError, match="metric `loss` must be one number"):
+                checkpoints.save(numbers(1), metrics={"loss": value})
     assert Checkpoints(tmp_path).latest is None
 
 

@@ -286,7 +286,7 @@ def test_a_brainstate_sequence_with_a_cell():
 def test_one_name_of_what_is_frozen():
     frozen = [
         braintrace.compile(linen.SimpleCell(UNITS, **DOUBLE), EXAMPLE, frozen=given).frozen_leaves
-        for given in ("h", ["h"])
+        for given in ("h/kernel", ["h/kernel"])
     ]
     assert frozen[0] == frozen[1]
     assert frozen[0]
