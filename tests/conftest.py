@@ -75,8 +75,10 @@ def loose_promotion() -> Iterator[None]:
 @contextlib.contextmanager
 def keeping_nothing_compiled() -> Iterator[None]:
     keep_compiled_after(1e9)
-    yield
-    keep_compiled_after(0.0)
+    try:
+        yield
+    finally:
+        keep_compiled_after(0.0)
 
 
 class JaxSettings:
