@@ -135,19 +135,22 @@ def add_in_place(kept: Array, terms: Any, add: Callable[[Array, Any], Array], to
     return lax.platform_dependent(kept, terms, cpu=in_passes, default=together)
 
 
-def is_worth_turns(arrays: Sequence[Array], terms: int) -> bool:
+def is_worth_turns(arrays: Sequence[Array], terms: int, interlocked: bool) -> bool:
     """Whether arrays that are read and written together are better served by :func:`in_turn`.
 
-    Of several, each new one is made of all old ones: done at once, some would be copied. The fewer terms are added, the
-    more of a turn is moving the example about, and the later it pays. One alone is served worse, unless it is out of
-    the cache's reach and a window adds many terms to it.
+    If they are interlocked, each new one is made of all old ones: done at once, some would be copied. The fewer terms
+    are added, the more of a turn is moving the example about, and the later it pays. One alone is served worse, unless
+    it is out of the cache's reach and a window adds many terms to it.
     """
     batch = arrays[0].shape[0]
     if not on_one_device() or batch == 1 or arrays[0].size < _LARGE_IN_TURN * batch:
         return False
-    most_copied = _MOST_IN_CACHE // (1 if terms <= _FEW else 4)
-    several = len(arrays) > 1 and sum(array.nbytes for array in arrays) > most_copied
-    return several or (terms > _IN_ONE_PASS and arrays[0].nbytes > _MOST_IN_CACHE)
+    size = sum(array.nbytes for array in arrays)
+    if terms <= _FEW:
+        return interlocked and size > _MOST_IN_CACHE
+    if len(arrays) > 1:
+        return size > _MOST_IN_CACHE // 4
+    return terms > _IN_ONE_PASS and size > _MOST_IN_CACHE
 
 
 def in_turn(turn: Callable[..., tuple[Any, Any]], arrays: Any, over_batch: Any, over_time: Any) -> tuple[Any, Any]:

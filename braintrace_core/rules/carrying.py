@@ -3,28 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from .factors import Pair
+from .frames import Axis, follow, triangular
 from .plan import GroupPlan
 from .rule import total
 
-__all__ = ["carry_back", "carry_on"]
+__all__ = ["Carried", "carry_back", "carry_on"]
+
+
+class Carried(NamedTuple):
+    """What a window does to the traces of a group, as entries between components.
+
+    Attributes:
+      across: ``P = D_k ... D_1``, along the axes of the group's frames.
+      to_end: for each step, ``Q_u = D_k ... D_{u+1}``; None stands for one (the identity of a single step).
+      pairs, axis: the group's frames, and their axes after the window.
+    """
+
+    across: Mapping[Pair, Array]
+    to_end: Mapping[Pair, Array | None]
+    pairs: tuple[Pair, ...]
+    axis: Axis
 
 
 def carry_on(
-    group: GroupPlan, between: Mapping[Pair, Array], steps: int, one: Mapping[Pair, Array] | None = None
-) -> tuple[dict[Pair, Array], dict[Pair, Array | None]]:
-    """``P = D_k ... D_1`` and, for each step, ``Q_u = D_k ... D_{u+1}``, as entries between components.
+    group: GroupPlan,
+    between: Mapping[Pair, Array],
+    one: Mapping[Pair, Array] | None = None,
+    pairs: tuple[Pair, ...] = (),
+    axis: Axis | None = None,
+) -> Carried:
+    """What a window does to the traces of a group.
 
-    None in ``Q`` stands for one (the identity of a single step). With ``one``, all steps but the first are that.
+    Args:
+      group: the group.
+      between: ``D`` of each step.
+      one: ``D`` of all steps but the first, if these are alike.
+      pairs, axis: the group's frames, and their axes before the window.
     """
+    across, to_end = _products(group, between, one)
+    after = follow(pairs, axis or {}, between)
+    return Carried(triangular(pairs, axis or {}, after, across), to_end, pairs, after)
+
+
+def _products(
+    group: GroupPlan, between: Mapping[Pair, Array], one: Mapping[Pair, Array] | None
+) -> tuple[dict[Pair, Array], dict[Pair, Array | None]]:
+    """``P`` and ``Q`` between components."""
     rows = group.recurrent
     if not rows:
         return {}, {}
+    steps = next(iter(between.values())).shape[0]
     if steps == 1:
         return {(a, b): d[0] for (a, b), d in between.items() if a in rows}, {(a, a): None for a in rows}
     pattern = [(a, c) for a, c in group.closure if a in rows]

@@ -8,7 +8,8 @@ With the parameters fixed over a window this telescopes, so the trace is read an
 
 Only components that feed the next step are stored (an LSTM keeps its cell's, a dense vanilla network none): the stored
 trace is that before the last step, and the last step's own factors wait until a signal or the next window comes. Of
-twins (``twins.py``) one is stored.
+twins (``twins.py``) one is stored, and what is stored of two states that feed each other lies along axes that turn with
+them (``frames.py``).
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from ..compiler.graph import ETraceGraph
 from ..ops.dtypes import storage_dtype
 from ..ops.in_place import after, concatenated, is_worth_turns, made_once, unless_silent
 from ..ops.trace_rules import EinsumTrace, EmbeddingTrace, TraceRule
-from .carrying import carry_back, carry_on
+from .carrying import Carried, carry_back, carry_on
 from .factors import Pair, Signal, WindowFactors
+from .frames import along, are_interlocked, axis_of, frames_of, init_axis
 from .operators import operator_gradient
 from .plan import Link, RulePlan
 from .rolling import Roll, unless
@@ -79,9 +81,10 @@ class DRTRL(Rule):
             if link.operator.x is not None:
                 x = link.operator.x.aval
                 traces[plan.input_name(link)] = jnp.zeros((batch_size, *x.shape), x.dtype)
-        for g, group in enumerate(plan.groups):
+        for g, (group, pairs) in enumerate(zip(plan.groups, frames_of(plan), strict=True)):
             for a, b in group.entries:
                 traces[f"group{g}.D.{a}.{b}"] = jnp.zeros((batch_size, *group.varshape), group.dtypes[a])
+            traces |= init_axis(g, group, pairs, batch_size)
         return traces
 
     def advance(self, traces: Traces, factors: WindowFactors) -> Traces:
@@ -98,17 +101,18 @@ class DRTRL(Rule):
         Args:
           signals: for each link whose traces are to be read, a signal at the components that are stored of them.
         """
-        plan, steps, twins = factors.plan, factors.sizes[0], self._twins(factors.plan)
+        plan, twins = factors.plan, self._twins(factors.plan)
         large = self._large(traces, plan)
         traces = {name: trace if name in large else unless(factors.anew, trace) for name, trace in traces.items()}
         new: Traces = {}
         read: dict[int, dict[str, Array]] = {}
         written: list[Array] = []
         carried = []
-        for g, group in enumerate(plan.groups):
+        for g, (group, pairs) in enumerate(zip(plan.groups, frames_of(plan), strict=True)):
             between = {(a, b): _behind(traces[f"group{g}.D.{a}.{b}"], factors.D[g][a, b]) for a, b in group.entries}
-            carried.append(carry_on(group, between, steps, factors.one_D(g)))
+            carried.append(carry_on(group, between, factors.one_D(g), pairs, axis_of(traces, g, pairs)))
             new.update({f"group{g}.D.{a}.{b}": factors.D[g][a, b][-1] for a, b in group.entries})
+            new.update({f"group{g}.axis.{a}": value for a, value in carried[g].axis.items()})
         for i, link in enumerate(plan.links):
             df = {a: _behind(traces[f"{link.name}.df.{a}"], factors.df[i][a]) for a in link.moved}
             new.update({f"{link.name}.df.{a}": factors.df[i][a][-1] for a in link.moved})
@@ -221,7 +225,7 @@ class DRTRL(Rule):
             i
             for i, holder in holders.items()
             if steps == 1 and (recurrent or plan.links[i].stored == plan.links[i].reached)
-            if not _in_turn(holder, traces, signal.operands[i], steps)
+            if not _in_turn(plan, holder, traces, signal.operands[i], steps)
         ]
         new, read = self._advance(traces, factors, {i: of for i, of in signals.items() if i not in later})
         found: OperandGradients = {}
@@ -230,7 +234,7 @@ class DRTRL(Rule):
         for i, link in enumerate(plan.links):
             operands = signal.operands[i]
             if i in later:
-                now = _held(holders[i], dict(enumerate(made[link.group])), twins.get(i))
+                now = _held(plan, new, i, dict(enumerate(made[link.group])), twins.get(i))
                 apart = len(link.stored) > 1 and factors.sizes[1] > 1  # of one example, reading is a part of adding
                 read[i] = _read(holders[i], new, now, operands, apart)
             else:
@@ -267,9 +271,12 @@ def _holder(plan: RulePlan, i: int, twin: Twin | None) -> Link:
     return plan.links[i if twin is None else twin.holder]
 
 
-def _held(holder: Link, signal: Mapping[int, Array], twin: Twin | None) -> dict[int, Array]:
-    """A signal for a link's components, at those that are stored by the link that holds its traces."""
-    return {b: signal[b] for b in holder.stored} if twin is None else twin.at_holder(signal, holder.stored)
+def _held(plan: RulePlan, traces: Traces, i: int, signal: Mapping[int, Array], twin: Twin | None) -> dict[int, Array]:
+    """A signal for the components of link ``i``, as it acts on what is stored by the link that holds its traces."""
+    holder = _holder(plan, i, twin)
+    held = {b: signal[b] for b in holder.stored} if twin is None else twin.at_holder(signal, holder.stored)
+    pairs = frames_of(plan)[holder.group]
+    return along(pairs, axis_of(traces, holder.group, pairs), held)
 
 
 def _at_traces(traces: Traces, signal: Signal, i: int, twin: Twin | None) -> dict[int, Array]:
@@ -280,7 +287,7 @@ def _at_traces(traces: Traces, signal: Signal, i: int, twin: Twin | None) -> dic
         b: total([now[a] * traces[f"group{link.group}.D.{a}.{b}"] for a, c in group.entries if c == b])
         for b in link.stored
     }
-    return _held(_holder(signal.plan, i, twin), before, twin)
+    return _held(signal.plan, traces, i, before, twin)
 
 
 class _Steps(NamedTuple):
@@ -357,13 +364,13 @@ def _to_operands(link: Link, operands: Sequence[Any], contracted: Mapping[str, A
     return {key: value for key, value in found.items() if key in link.operator.operands}
 
 
-def _in_turn(link: Link, traces: Traces, operands: Sequence[Any], steps: int) -> set[str]:
+def _in_turn(plan: RulePlan, link: Link, traces: Traces, operands: Sequence[Any], steps: int) -> set[str]:
     """The names of those traces of a link that are best read while they are written, example by example."""
     return {
         name
         for name, rule in link.traces(operands).rules.items()
         if isinstance(rule, EinsumTrace) and rule.x
-        if is_worth_turns([traces[f"{link.name}.{name}.{a}"] for a in link.stored], steps)
+        if is_worth_turns([traces[f"{link.name}.{name}.{a}"] for a in link.stored], steps, are_interlocked(plan, link))
     }
 
 
@@ -379,7 +386,7 @@ def _roll(
     traces: Traces,
     x: Any,
     df: Mapping[int, Array],
-    carried: tuple[Mapping[Pair, Array], Mapping[Pair, Array | None]],
+    carried: Carried,
     signals: Mapping[int, Mapping[int, Array]],
 ) -> tuple[Traces, dict[int, dict[str, Array]]]:
     """The stored traces of link ``i`` after a window (lagging by one step).
@@ -389,22 +396,27 @@ def _roll(
     """
     new: Traces = {}
     operands = factors.operands[i]
-    turns = _in_turn(link, traces, operands, factors.sizes[0]) if signals else set()
+    turns = _in_turn(factors.plan, link, traces, operands, factors.sizes[0]) if signals else set()
     read = {k: _read(link, traces, signal, operands, apart=True, but=turns) for k, signal in signals.items()}
     already = [value for of in read.values() for value in of.values()]
-    across, to_end = carried
-    across = {pair: after(already, p) for pair, p in across.items()}
+    across = {pair: after(already, p) for pair, p in carried.across.items()}
     if factors.fine is not None:
         like = next(iter(across.values()))
         across = {(a, a): jnp.zeros_like(like) for a in link.stored} | dict(across)
         across = {(a, b): _if(factors.fine, p, jnp.full_like(p, a == b)) for (a, b), p in across.items()}
         x = None if x is None else _if(factors.fine, x, jnp.zeros_like(x))
     decays = {(a, b): link.at_operator(p) for a in link.stored for b, p in _row(a, link.stored, across)}
+    if len(decays) > 1 and not turns:  # or all that they are made of would be read again with each row of a trace
+        large = [traces[name] for name in DRTRL._large(traces, factors.plan)]
+        decays = {pair: made_once(decay, large) for pair, decay in decays.items()}
     cotangents = {}
     for a in link.stored:
-        moved = [df[c] if q is None else times(link.at_operator(q), df[c]) for c, q in _row(a, link.moved, to_end)]
-        if moved:
-            cotangents[a] = _if(factors.fine, moves := total(moved), jnp.zeros_like(moves))
+        to_end = _row(a, link.moved, carried.to_end)
+        if moved := [df[c] if q is None else times(link.at_operator(q), df[c]) for c, q in to_end]:
+            cotangents[a] = total(moved)
+    axis = {a: link.at_operator(of)[None] for a, of in carried.axis.items()}
+    cotangents = along(carried.pairs, axis, cotangents)
+    cotangents = {a: _if(factors.fine, of, jnp.zeros_like(of)) for a, of in cotangents.items()}
     roll = Roll(link.stored, decays, x, cotangents, factors.anew)
     for name, rule in link.traces(operands).rules.items():
         if isinstance(rule, EmbeddingTrace) and has_rows(traces, link.name):

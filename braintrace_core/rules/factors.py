@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,15 @@ from ..compiler.jaxpr_tools import IndexedJaxpr
 from .plan import RulePlan
 from .window import WindowRecord
 
-__all__ = ["Signal", "WindowFactors", "forget", "signal_of_states", "window_factors"]
+__all__ = [
+    "Signal",
+    "WindowFactors",
+    "forget",
+    "groups_with_one_D",
+    "signal_of_states",
+    "traced_factors",
+    "window_factors",
+]
 
 Pair = tuple[int, int]
 
@@ -114,7 +122,7 @@ def window_factors(
     alike = None
     if (reset := record.reset) is not None:
         between = jax.tree.map(lambda d: forget(d, reset), between)
-    elif any(constant := plan.once("groups with one D", lambda: _groups_with_one_D(plan, one, moving))):
+    elif any(constant := groups_with_one_D(plan)):
         still = plan.program.still_values(frontier)
         _, found = one([still[v] if v in still else local[v][0, 0] for v in moving])
         chosen = zip(found, constant, strict=True)
@@ -131,16 +139,31 @@ def window_factors(
     )
 
 
-def _groups_with_one_D(plan: RulePlan, one: Callable[[list[Any]], Any], variables: Sequence[Var]) -> list[bool]:
-    """For each group, whether its ``D`` is made of parameters alone, the same at all steps of a window.
+def traced_factors(plan: RulePlan) -> tuple[Any, Any]:
+    """The factors of one step of one example, traced from their variables; and a tree ``(df, D)`` of their shapes.
 
-    Args:
-      plan: the static side.
-      one: the factors of one step of one example, from values of ``variables``.
-      variables: those that are given for each step.
+    ``df`` is for each relation, as the graph has them.
     """
-    still = {v for eqn in plan.program.still_equations for v in eqn.outvars}
-    traced, shapes = jax.make_jaxpr(one, return_shape=True)([v.aval for v in variables])
+    step_plan = plan.graph.factor_plan
+
+    def factors(values: list[Any]) -> Any:
+        found = step_plan.evaluate(dict(zip(step_plan.variables, values, strict=True)).__getitem__)
+        return found.df, found.D
+
+    return jax.make_jaxpr(factors, return_shape=True)([v.aval for v in step_plan.variables])
+
+
+def groups_with_one_D(plan: RulePlan) -> list[bool]:
+    """For each group, whether its ``D`` is made of parameters alone, the same at all steps of a window."""
+    return plan.once("groups with one D", lambda: _find_groups_with_one_D(plan))
+
+
+def _find_groups_with_one_D(plan: RulePlan) -> list[bool]:
+    program, variables = plan.program, plan.graph.factor_plan.variables
+    still = {v for eqn in program.still_equations for v in eqn.outvars}.union(
+        program.constants, program.schedule.frontier
+    )
+    traced, shapes = traced_factors(plan)
     jaxpr, _ = open_jaxpr(traced)
     sources = [inner for inner, v in zip(jaxpr.invars, variables, strict=True) if v not in still]
     reached = IndexedJaxpr(jaxpr).reached(sources, range(len(jaxpr.eqns)))

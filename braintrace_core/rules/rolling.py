@@ -48,12 +48,22 @@ class Roll:
         add = add or rule.add
         before = {a: unless(self.anew, trace) for a, trace in old.items()}
         found: dict[int, Array] = {}
-        for a in self.stored:
+        for a in self.order:
             trace = self.decayed(rule, a, before, [*found.values()])  # in an order, or each old one would be copied
             if a in self.cotangents:
                 given = self.x, self.cotangents[a]
                 trace = rule.instant(*given) if trace is None else add(trace, *given)
             found[a] = jnp.zeros_like(old[a]) if trace is None else trace.astype(old[a].dtype)
+        return found
+
+    @property
+    def order(self) -> list[int]:
+        """The components in an order in which each comes before those that it is made of, as far as there is one."""
+        left, found = [*self.stored], []
+        while left:
+            needed = {b for a, b in self.decays if a in left and a != b}
+            found.append(next((a for a in left if a not in needed), left[0]))
+            left.remove(found[-1])
         return found
 
     def new_and_read(

@@ -19,7 +19,7 @@ import jax
 
 from ..compiler.forms import ZERO, Form, comparable_params, forms_of, scaled
 from ..ops.trace_rules import EinsumTrace
-from .factors import Pair
+from .factors import Pair, traced_factors
 from .plan import Link, RulePlan
 
 __all__ = ["Twin", "twins_of"]
@@ -87,13 +87,8 @@ def _kind(link: Link) -> Any:
 
 def _factor_forms(plan: RulePlan) -> tuple[list[dict[int, Form]], list[dict[Pair, Form]]]:
     """The forms of ``df`` of each link and of ``D`` of each group."""
-    step_plan, relations = plan.graph.factor_plan, plan.graph.hidden_param_op_relations
-
-    def factors(values: list[Any]) -> Any:
-        found = step_plan.evaluate(dict(zip(step_plan.variables, values, strict=True)).__getitem__)
-        return found.df, found.D
-
-    traced, shapes = jax.make_jaxpr(factors, return_shape=True)([v.aval for v in step_plan.variables])
+    relations = plan.graph.hidden_param_op_relations
+    traced, shapes = traced_factors(plan)
     by_relation, between = jax.tree.unflatten(jax.tree.structure(shapes), forms_of(traced))
     groups = [[group.index for group in relation.hidden_groups] for relation in relations]
     return [by_relation[link.relation][groups[link.relation].index(link.group)] for link in plan.links], list(between)

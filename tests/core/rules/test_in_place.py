@@ -102,16 +102,17 @@ def test_examples_take_turns():
 
 
 @pytest.mark.parametrize(
-    ("count", "megabytes", "terms", "expected"),
+    ("count", "megabytes", "terms", "interlocked", "expected"),
     [
-        *[(2, 16, 1, False), (2, 17, 1, True), (2, 16, 8, False), (2, 17, 8, True)],
-        *[(2, 4, 9, False), (2, 5, 9, True)],
-        *[(1, 33, 16, False), (1, 33, 17, True), (1, 32, 17, False)],
+        *[(2, 16, 1, True, False), (2, 17, 1, True, True), (2, 16, 8, True, False), (2, 17, 8, True, True)],
+        *[(2, 17, 1, False, False), (2, 17, 8, False, False)],
+        *[(2, 4, 9, True, False), (2, 5, 9, True, True), (2, 4, 9, False, False), (2, 5, 9, False, True)],
+        *[(1, 33, 16, False, False), (1, 33, 17, False, True), (1, 32, 17, False, False)],
     ],
 )
-def test_turns_are_taken_where_copies_would_leave_the_cache(count, megabytes, terms, expected):
+def test_turns_are_taken_where_copies_would_leave_the_cache(count, megabytes, terms, interlocked, expected):
     array = np.broadcast_to(np.float32(0), (4, megabytes, 1 << 16))
-    assert in_place.is_worth_turns([array] * count, terms) == expected
+    assert in_place.is_worth_turns([array] * count, terms, interlocked) == expected
 
 
 @pytest.mark.parametrize("signal", [0.0, 1.0])
@@ -180,14 +181,14 @@ def test_what_a_large_array_is_made_of_is_made_once(large, kept_apart):
 
 @pytest.mark.parametrize("credit", ["window", "step"])
 def test_one_step_of_one_example(in_passes, monkeypatch, credit):
-    """What a signal is made of is computed once, not again for each row of the traces that it is read with."""
+    """What signals and decays are made of is computed once, not again for each row of the traces that they meet."""
     case = UNIT_WISE["two_states"]
     carry, inputs = jax.tree.map(lambda a: a[:1], zoo.batch_of(case)[0]), zoo.batch_of(case)[1][:, :1]
     made = []
     monkeypatch.setattr(drtrl, "made_once", lambda value, large: made.append(value) or in_place.made_once(value, large))
     monkeypatch.setattr(zoo, "BATCH", 1)
     found, _ = zoo.online(case, DRTRL(), 1, carry, inputs, credit=credit)
-    assert len(made) == 2  # one for each state
+    assert len(made) == 2 + 2 * 3  # signals of two states; for each of two operators, the decays of its traces
     zoo.assert_close(found, zoo.bptt(case, carry, inputs))
 
 
@@ -256,16 +257,33 @@ def adaptive(p, carry, x):
     return (v, 0.99 * (a + fired)), v
 
 
+def driven(p, carry, x):
+    """One of its two states feeds the other."""
+    g, v = carry
+    g = 0.7 * g + jnp.concatenate([x, jnp.tanh(v)]) @ p
+    return (g, jnp.tanh(v) + g), v
+
+
+def swinging(p, carry, x):
+    """Each of its two states feeds the other, in the same way at every step."""
+    a, b = carry
+    return (0.9 * a - 0.4 * b + jnp.concatenate([x, jnp.tanh(a)]) @ p, 0.4 * a + 0.9 * b), jnp.tanh(a - b)
+
+
 UNITS, INPUTS, BATCH = 96, 32, 4
 
 
 @pytest.mark.parametrize("run", [online_gradient, step_online_gradient])
 @pytest.mark.parametrize("window", [1, 4, 20])
-@pytest.mark.parametrize("kind", [gated, leaky, adaptive])
-def test_no_trace_is_copied(monkeypatch, kind, window, run):
-    if kind is adaptive:
-        monkeypatch.setattr(in_place, "_LARGE_IN_TURN", 0)
-        monkeypatch.setattr(in_place, "_MOST_IN_CACHE", 0)
+@pytest.mark.parametrize("kind", [gated, leaky, adaptive, driven])
+def test_no_trace_is_copied(kind, window, run):
+    assert copies_of_traces(kind, window, run, BATCH) == 0
+
+
+@pytest.mark.parametrize("run", [online_gradient, step_online_gradient])
+@pytest.mark.parametrize("window", [1, 4, 20])
+@pytest.mark.parametrize("kind", [adaptive, swinging])
+def test_no_trace_is_copied_in_turns(example_by_example, kind, window, run):
     assert copies_of_traces(kind, window, run, BATCH) == 0
 
 
@@ -286,8 +304,8 @@ def test_a_trace_is_written_before_the_next_is_read(monkeypatch):
 
 @pytest.mark.parametrize("run", [online_gradient, step_online_gradient])
 @pytest.mark.parametrize(("window", "batch"), [(1, 1), (1, BATCH), (4, BATCH)])
-def test_of_two_traces_made_of_both_one_is_copied(window, batch, run):
-    assert copies_of_traces(adaptive, window, run, batch) == 1
+def test_of_two_traces_each_made_of_both_one_is_copied(window, batch, run):
+    assert copies_of_traces(swinging, window, run, batch) == 1
 
 
 def copies_of_traces(kind, window, run, batch):

@@ -91,10 +91,10 @@ def signal_for(factors: Any) -> Signal:
 
 
 def waits(rule: Any, key: str) -> bool:
-    """Whether this is a factor that waits for the next step or a parameter of the rule's own, not a trace."""
+    """Whether this is a factor that waits for the next step, an axis or a parameter of the rule's own, not a trace."""
     if key.startswith("synthesiser."):
         return True
-    return rule != PPProp() and (".df." in key or ".D." in key or key.endswith(".x"))
+    return rule != PPProp() and (".df." in key or ".D." in key or ".axis." in key or key.endswith(".x"))
 
 
 @pytest.mark.parametrize(
