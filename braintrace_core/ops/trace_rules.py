@@ -19,11 +19,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from .dtypes import common_dtype
-from .in_place import add_in_place, on_one_device, unless_silent
+from .in_place import add_in_place
 from .primitive import ETPPrimitive
+from .sums import product_over_steps, sum_leading, weighted_sum
 
 __all__ = [
     "LEAD",
@@ -104,7 +105,6 @@ class EinsumTrace(TraceRule):
         self.x, self.theta = operands.split(",")
         self.letters = "".join(letter for letter in self.y if letter not in self.theta) + self.theta
         self.shape = tuple(sizes[letter] for letter in self.letters)
-        self.theta_size = int(np.prod([sizes[letter] for letter in self.theta]))
         self.prepare, self.precision = prepare, precision
         unused = [letter for letter in _ALPHABET if letter not in set(self.x + self.theta + self.y)]
         self.time, self.batch = unused[:2]
@@ -148,42 +148,7 @@ class EinsumTrace(TraceRule):
             return self._real(sum_leading(cotangent, 2))
         if not self.x or self.prepare is not None or not (x.dtype == cotangent.dtype == self.dtype):
             return None
-        return self._product_over_steps(x, cotangent)
-
-    def _product_over_steps(self, x: Array, cotangent: Array) -> Array:
-        """The gradient of ``theta``: time, batch and what ``theta`` lacks are summed over.
-
-        The derivative of the operator's product would come out transposed, for which XLA's CPU backend transposes the
-        cotangent; and an einsum sums over axes in an order of its own, for which it transposes both. A product over
-        leading axes transposes its first operand: that is the cotangent where it and the result are small (a readout).
-        """
-        shared = [letter for letter in self.x if letter in self.y]
-        kept = [letter for letter in shared if letter in self.theta]
-        summed = [letter for letter in shared if letter not in self.theta]
-
-        def places(letters: list[str], axes: str) -> list[int]:
-            return [2 + axes.index(letter) for letter in letters]
-
-        def product(first: Array, second: Array, its_axes: str, other_axes: str) -> Array:
-            contracting = [0, 1, *places(summed, its_axes)], [0, 1, *places(summed, other_axes)]
-            dimensions = contracting, (places(kept, its_axes), places(kept, other_axes))
-            return lax.dot_general(first, second, dimensions, precision=self.precision)
-
-        def as_theta(found: Array, axes: str) -> Array:
-            order = [*kept, *(letter for letter in axes if letter not in shared)]
-            return found.transpose(*map(order.index, self.theta))
-
-        def input_first(x: Array, cotangent: Array) -> Array:
-            return as_theta(product(x, cotangent, self.x, self.y), self.x + self.y)
-
-        def cotangent_first(x: Array, cotangent: Array) -> Array:
-            found = product(cotangent, x, self.y, self.x)
-            # Without a barrier the compiler would turn the product around to spare the last transposition.
-            return as_theta(lax.optimization_barrier(found), self.y + self.x)
-
-        if x.size <= 2 * (cotangent.size + self.theta_size):
-            return input_first(x, cotangent)
-        return lax.platform_dependent(x, cotangent, cpu=cotangent_first, default=input_first)
+        return product_over_steps(self.x, self.theta, self.y, x, cotangent, self.precision)
 
     def align(self, value: Array) -> Array:
         return self._lined_up(value, self.y)
@@ -369,67 +334,6 @@ def _jacobian_traces(
 
     keys = primitive.trainable_operands(params)
     return OperatorTraces({key: JacobianTrace(partial(apply, i), operands[i], y.shape) for key, i in keys.items()})
-
-
-def weighted_sum(weights: Array, values: Array) -> Array:
-    """``sum_r weights[r] * values[r]``, where ``weights`` broadcasts against ``values``.
-
-    The one place where traces are read for a gradient, so it is worth its own form on each platform: XLA's CPU
-    backend reads the values once if the sum is written out, and otherwise transposes or materialises them.
-    """
-    rows = values.shape[0]
-
-    def some(start: int, values: Array, weights: Array) -> Array:
-        result = weights[0] * values[start]
-        for r in range(1, weights.shape[0]):
-            result = result + weights[r] * values[start + r]
-        return result
-
-    def written_out(weights: Array, values: Array) -> Array:
-        if rows <= _ROWS_AT_ONCE:
-            return some(0, values, weights)
-        result: Any = None
-        for start in range(0, rows, _ROWS_AT_ONCE):
-            part = weights[start : start + _ROWS_AT_ONCE]
-            result = unless_silent(partial(some, start), values, part, onto=result)
-        return result
-
-    def reduced(weights: Array, values: Array) -> Array:
-        return sum_of_parts(weights * values, 0)
-
-    if rows > _MOST_WRITTEN_OUT or not on_one_device():  # written out, a sharded axis would be gathered
-        return reduced(weights, values)
-    return lax.platform_dependent(weights, values, cpu=written_out, default=reduced)
-
-
-def sum_leading(values: Array, count: int) -> Array:
-    """The sum over the first ``count`` axes: time, or time and batch."""
-    shape = values.shape[count:]
-    rows = int(np.prod(values.shape[:count]))
-    if rows == 1:
-        return values.reshape(shape)
-
-    def product(values: Array) -> Array:  # XLA's own sum over leading axes is many times slower on CPU
-        flat = values.reshape(rows, -1)
-        return (jnp.ones(rows, flat.dtype) @ flat).reshape(shape)
-
-    def reduced(values: Array) -> Array:
-        return sum_of_parts(values, tuple(range(count)))
-
-    if not on_one_device():  # several axes as one could not be divided among devices
-        return reduced(values)
-    return lax.platform_dependent(values, cpu=product, default=reduced)
-
-
-def sum_of_parts(values: Array, axes: int | tuple[int, ...]) -> Array:
-    """The sum over some axes, of real and imaginary parts apart: a TPU gathers complex sums from all chips."""
-    if not jnp.iscomplexobj(values):
-        return values.sum(axes)
-    return lax.complex(jnp.real(values).sum(axes), jnp.imag(values).sum(axes))
-
-
-_MOST_WRITTEN_OUT = 256
-_ROWS_AT_ONCE = 8  # often a power of two apart: of more, the first cache holds no line until it has been read whole
 
 
 def _same_dtype(a: Array, b: Array) -> tuple[Array, Array]:

@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from .._compat import Var
 from ..ops.dtypes import common_dtype
-from ..ops.trace_rules import sum_of_parts
+from ..ops.sums import sum_of_parts
 from .baselines import BPTT, TBPTT, checkpointed_gradient
 from .dni import DNI, with_future
 from .factors import Signal, WindowFactors, signal_of_states, window_factors

@@ -1,5 +1,6 @@
 """The gradient of a weight over a whole window is one product, and the same as by differentiation."""
 
+import math
 import re
 
 import jax
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 
 from braintrace_core.ops import einsum, grouped_matmul, matmul
-from braintrace_core.ops.trace_rules import sum_leading, traces_of
+from braintrace_core.ops.sums import product_over_steps, sum_leading
+from braintrace_core.ops.trace_rules import traces_of
 
 TIME, BATCH = 4, 3
 OPERATORS = {
@@ -69,6 +71,23 @@ def test_an_input_that_is_larger_than_all_else_is_not_transposed(name, product):
     text = jax.jit(lambda x, c: traces.gradients(jnp.tanh(x), c)).lower(x, cotangent).compile().as_text()
     assert re.search(rf"f64\[{product}\]\S* dot\(", text)
     assert f"30,{TIME * BATCH}]" not in text
+
+
+@pytest.mark.parametrize(
+    ("shape", "inputs", "outputs", "flat"),
+    [
+        *[((1, 16), 384, 256, True), ((4, 16), 256, 128, True), ((2, 64), 256, 256, True), ((1, 100), 640, 512, True)],
+        *[((1, 15), 384, 256, False), ((8, 17), 384, 256, False), ((4, 16), 32, 64, False), ((8, 16), 640, 512, False)],
+    ],
+)
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_few_rows_are_one_axis_on_one_device(monkeypatch, shape, inputs, outputs, flat, devices):
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    x, cotangent = random(0, (*shape, inputs), jnp.float64), random(1, (*shape, outputs), jnp.float64)
+    product = jax.jit(lambda x, c: product_over_steps("i", "io", "o", x, c, None))
+    np.testing.assert_allclose(product(x, cotangent), jnp.einsum("tbi,tbo->io", x, cotangent), rtol=1e-9, atol=1e-9)
+    rows = f"f64[{math.prod(shape)},{inputs}]"
+    assert (rows in str(product.trace(x, cotangent).jaxpr)) == (flat and devices == 1)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float64, jnp.complex128])

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import braintrace_core as bc
-from braintrace_core.ops import in_place, trace_rules
+from braintrace_core.ops import in_place, sums
 from braintrace_core.rules import DRTRL, Rule, RulePlan, drtrl, online_gradient, step_online_gradient
 from tests.core.rules import zoo
 from tests.core.rules.test_windows_that_do_not_count import check as check_windows
@@ -31,7 +31,7 @@ def in_passes(monkeypatch):
     """Small arrays are treated as large ones are, in passes of two steps and rows."""
     monkeypatch.setattr(in_place, "_LARGE", 0)
     monkeypatch.setattr(in_place, "_IN_ONE_PASS", 2)
-    monkeypatch.setattr("braintrace_core.ops.trace_rules._ROWS_AT_ONCE", 2)
+    monkeypatch.setattr("braintrace_core.ops.sums._ROWS_AT_ONCE", 2)
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_what_is_read_is_added_to_what_there_is(signal):
 def test_any_number_of_rows_is_summed(rows):
     of_weights, of_values = jax.random.split(jax.random.key(0))
     weights, values = jax.random.normal(of_weights, (rows, 1, 64)), jax.random.normal(of_values, (rows, 96, 64))
-    found = jax.jit(trace_rules.weighted_sum)(weights, values)
+    found = jax.jit(sums.weighted_sum)(weights, values)
     np.testing.assert_allclose(found, (weights * values).sum(0), rtol=1e-9, atol=1e-12)
 
 
