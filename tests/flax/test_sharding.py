@@ -99,6 +99,34 @@ def test_the_same_numbers_as_on_one_device(model, alone, rule, name, kind):
     assert not [shape for shape in moved if len(shape) > 2 and shape[-2:] in of_traces], "a collective on a trace"
 
 
+def adaptive(params, carry, x):
+    """Two states that feed each other: their traces lie along axes that turn with them."""
+    v, a = carry
+    fired = jax.nn.sigmoid(v - a)
+    v = 0.9 * (v - fired) + x @ params["into"]["kernel"] + fired @ params["again"]["kernel"]
+    return (v, 0.99 * (a + fired)), fired @ params["out"]["kernel"]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_axes_of_traces_are_divided_like_the_states(kind):
+    draw = np.random.default_rng(1).normal
+    sizes = {"into": (FEATURES, UNITS), "again": (UNITS, UNITS), "out": (UNITS, OUTPUTS)}
+    params = {name: {"kernel": jnp.asarray(draw(size=shape))} for name, shape in sizes.items()}
+    states = (jnp.zeros(UNITS), jnp.zeros(UNITS))
+    step = make(braintrace.compile(adaptive, jnp.zeros((BATCH, FEATURES)), params=params, carry=states))
+    expected, _ = step(step.init(jax.random.key(0)), *data())
+    mesh = mesh_of(MESHES["both"], kind)
+    spread = step.sharded(mesh, RULES)
+    given = jax.device_put(data(), braintrace.data_sharding(mesh))
+    state, _ = spread(spread.init(jax.random.key(0)), *given)
+    for mine, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        if not jnp.issubdtype(mine.dtype, jax.dtypes.prng_key):
+            np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs), rtol=1e-9, atol=1e-12)
+    axes = [t for n, t in optax.tree.get(state.opt_state, "traces").items() if ".axis." in n]
+    assert len(axes) == 2
+    assert {t.sharding.spec for t in axes} == {jax.P("data", "model")}
+
+
 def collectives(text):
     """The shape of each array that a collective moves."""
     kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
