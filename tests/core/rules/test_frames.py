@@ -106,14 +106,14 @@ def test_a_filter_leaves_the_frame_to_what_it_filters():
     assert not are_interlocked(plan, plan.links[0])
 
 
-@pytest.mark.parametrize("reset", [None, "some"])
-@pytest.mark.parametrize("credit", ["window", "step"])
-@pytest.mark.parametrize("window", [1, 3, zoo.STEPS])
+@pytest.mark.parametrize(
+    ("window", "credit", "resets"), [(1, "window", True), (1, "step", False), (3, "window", False), (3, "step", True)]
+)
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_equal_back_propagation(name, window, credit, reset):
+def test_gradients_equal_back_propagation(name, window, credit, resets):
     carry, inputs = zoo.batch_of(CASES[name])
     assert (inputs[..., 0] < 0).any()  # where the swinging one lets nothing pass
-    reset = zoo.some_resets() if reset else None
+    reset = zoo.some_resets() if resets else None
     found, _ = zoo.online(CASES[name], DRTRL(), window, carry, inputs, reset, credit)
     zoo.assert_close(found, zoo.bptt(CASES[name], carry, inputs, reset))
 
