@@ -47,7 +47,7 @@ def carry_on(
       pairs, axis: the group's frames, and their axes before the window.
     """
     across, to_end = _products(group, between, one)
-    after = follow(pairs, axis or {}, between)
+    after = follow(pairs, axis or {}, between, across)
     return Carried(triangular(pairs, axis or {}, after, across), to_end, pairs, after)
 
 

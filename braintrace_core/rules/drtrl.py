@@ -407,7 +407,8 @@ def _roll(
         x = None if x is None else _if(factors.fine, x, jnp.zeros_like(x))
     decays = {(a, b): link.at_operator(p) for a in link.stored for b, p in _row(a, link.stored, across)}
     if len(decays) > 1 and not turns:  # or all that they are made of would be read again with each row of a trace
-        large = [traces[name] for name in DRTRL._large(traces, factors.plan)]
+        stored = [f"{link.name}.{name}.{a}" for name in link.traces(operands).rules for a in link.stored]
+        large = [traces[name] for name in stored if name in traces]
         decays = {pair: made_once(decay, large) for pair, decay in decays.items()}
     cotangents = {}
     for a in link.stored:

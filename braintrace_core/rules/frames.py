@@ -8,8 +8,8 @@ overwritten. Along other axes, one pair for each unit and example, that is not s
 If the first axis of ``F_k`` is where ``P`` takes that of ``F_0``, the matrix has nothing below its diagonal: first the
 one trace is made of both, then the other of itself alone. The axes stay at right angles, so that no digits are lost.
 
-The first axis is followed step by step, and is the same wherever a window is cut. Where a step takes it to nothing, as
-at the start of a sequence, it begins anew along the first of the two components.
+The first axis is the same wherever a window is cut: where a step takes it to nothing, as at the start of a sequence, it
+begins anew along the first of the two components.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ..ops.dtypes import accumulation_dtype
+from ..ops.in_place import on_one_device
 from .factors import Pair, groups_with_one_D
 from .plan import GroupPlan, Link, RulePlan
 from .rule import Traces, times, total
@@ -72,36 +73,48 @@ def axis_of(traces: Traces, g: int, pairs: tuple[Pair, ...]) -> Axis:
     return {a: traces[f"group{g}.axis.{a}"] for pair in pairs for a in pair}
 
 
-def follow(pairs: tuple[Pair, ...], axis: Axis, between: Mapping[Pair, Array]) -> Axis:
+def follow(pairs: tuple[Pair, ...], axis: Axis, between: Mapping[Pair, Array], across: Mapping[Pair, Array]) -> Axis:
     """The axes after some steps, from those before.
+
+    As long as no step takes one to nothing, they are where all steps together take them. Which step did is found out
+    one by one, on several devices always: they would have to agree on it.
 
     Args:
       pairs: of components.
       axis: before the first step.
       between: ``D`` of each step, ``(time, batch, *varshape)``.
+      across: their product.
     """
     if not pairs:
         return {}
     own = {(a, b): d for (a, b), d in between.items() if any(a in pair and b in pair for pair in pairs)}
 
-    def step(axis: Axis, now: Mapping[Pair, Array]) -> tuple[Axis, None]:
-        new: Axis = {}
-        for pair in pairs:
-            first, second = (
-                total([times(now[a, b], axis[b]) for b in pair if (a, b) in now], like=axis[a]) for a in pair
-            )
-            size = jnp.abs(first) + jnp.abs(second)
-            lost = size == 0
-            size = jnp.where(lost, 1.0, size)  # the direction matters; its length must neither grow nor vanish
-            new |= dict(zip(pair, (jnp.where(lost, 1.0, first / size), second / size), strict=True))
-        return {a: value.astype(axis[a].dtype) for a, value in new.items()}, None
+    def one_by_one(axis: Axis, own: Mapping[Pair, Array]) -> Axis:
+        return lax.scan(lambda axis, now: (_moved(pairs, axis, now)[0], None), axis, own)[0]
 
     if next(iter(own.values())).shape[0] == 1:
-        axis, _ = step(axis, {pair: d[0] for pair, d in own.items()})
+        axis, _ = _moved(pairs, axis, across)
+    elif on_one_device():
+        ahead, lost = _moved(pairs, axis, across)
+        axis = lax.cond(lost, one_by_one, lambda *_: ahead, axis, own)
     else:
-        axis, _ = lax.scan(step, axis, own)
+        axis = one_by_one(axis, own)
     lengths = {a: jnp.sqrt(axis[pair[0]] ** 2 + axis[pair[1]] ** 2) for pair in pairs for a in pair}
     return {a: value / lengths[a] for a, value in axis.items()}
+
+
+def _moved(pairs: tuple[Pair, ...], axis: Axis, by: Mapping[Pair, Array]) -> tuple[Axis, Array]:
+    """Where ``D``, or a product of them, takes the axes; and whether any was taken to nothing, and began anew."""
+    new: Axis = {}
+    lost_one = jnp.array(False)
+    for pair in pairs:
+        first, second = (total([times(by[a, b], axis[b]) for b in pair if (a, b) in by], like=axis[a]) for a in pair)
+        size = jnp.abs(first) + jnp.abs(second)
+        lost = size == 0
+        size = jnp.where(lost, 1.0, size)  # the direction matters; its length must neither grow nor vanish
+        new |= dict(zip(pair, (jnp.where(lost, 1.0, first / size), second / size), strict=True))
+        lost_one |= jnp.any(lost)
+    return {a: value.astype(axis[a].dtype) for a, value in new.items()}, lost_one
 
 
 def along(pairs: tuple[Pair, ...], axis: Mapping[int, Array], values: Mapping[int, Any]) -> dict[int, Any]:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import braintrace_core as bc
@@ -140,15 +140,14 @@ def test_twins_share_a_frame():
 steps_of = st.lists(st.tuples(*[st.sampled_from([0.0, -1.5, 0.2, 0.7, 1e-200])] * 4), min_size=1, max_size=6)
 
 
-@settings(max_examples=50, deadline=None)
+@pytest.mark.parametrize("devices", [1, 8])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=steps_of, angle=st.floats(0, 6.28), cut=st.integers(0, 6))
-def test_axes_make_what_a_window_does_triangular(steps, angle, cut):
-    between = {(a, b): jnp.array([[step[2 * a + b]] for step in steps]) for a in range(2) for b in range(2)}
+def test_axes_make_what_a_window_does_triangular(monkeypatch, devices, steps, angle, cut):
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    steps = [np.array(step).reshape(2, 2) for step in steps]
     before = {0: jnp.cos(jnp.array([angle])), 1: jnp.sin(jnp.array([angle]))}
-    after = follow(PAIR, before, between)
-    across = np.eye(2)
-    for step in steps:
-        across = np.array(step).reshape(2, 2) @ across
+    after, across = followed(before, steps)
     by_entry = {(a, b): jnp.array([across[a, b]]) for a in range(2) for b in range(2)}
     turned = frame(after).T @ across @ frame(before)
     np.testing.assert_allclose(frame(after).T @ frame(after), np.eye(2), atol=1e-12)
@@ -159,8 +158,16 @@ def test_axes_make_what_a_window_does_triangular(steps, angle, cut):
     for (a, b), value in found.items():
         np.testing.assert_allclose(value, turned[a, b], atol=scale)
     if 0 < cut < len(steps):
-        first, second = ({pair: d[part] for pair, d in between.items()} for part in (slice(cut), slice(cut, None)))
-        np.testing.assert_allclose(frame(follow(PAIR, follow(PAIR, before, first), second)), frame(after), atol=1e-12)
+        in_two, _ = followed(followed(before, steps[:cut])[0], steps[cut:])
+        np.testing.assert_allclose(frame(in_two), frame(after), atol=1e-12)
+
+
+def followed(axis, steps):
+    """The axes after some steps, and the product of these."""
+    across = np.linalg.multi_dot([np.eye(2), np.eye(2), *steps[::-1]])
+    entries = [(a, b) for a in range(2) for b in range(2)]
+    between = {(a, b): jnp.array([[step[a, b]] for step in steps]) for a, b in entries}
+    return follow(PAIR, axis, between, {(a, b): jnp.array([across[a, b]]) for a, b in entries}), across
 
 
 def frame(axis):
@@ -172,7 +179,7 @@ def test_entries_that_are_not_there_are_zero():
     """A single step of ``D = [[0, d], [e, 0]]``, with a third component that the first one feeds."""
     before = {0: jnp.array([0.6]), 1: jnp.array([0.8])}
     between = {(0, 1): jnp.array([[2.0]]), (1, 0): jnp.array([[3.0]]), (2, 0): jnp.array([[5.0]])}
-    after = follow(PAIR, before, between)
+    after = follow(PAIR, before, between, {pair: value[0] for pair, value in between.items()})
     dense = np.zeros((3, 3))
     for (a, b), value in between.items():
         dense[a, b] = value[0, 0]
@@ -200,8 +207,9 @@ def test_no_digits_are_lost_in_a_long_run():
         axis, e, plain = now
         d, more = given
         between = {(a, b): d[a, b][None, None] for a in range(2) for b in range(2)}
-        new = follow(PAIR, axis, between)
-        t = triangular(PAIR, axis, new, {pair: of[0] for pair, of in between.items()})
+        across = {pair: of[0] for pair, of in between.items()}
+        new = follow(PAIR, axis, between, across)
+        t = triangular(PAIR, axis, new, across)
         c = along(PAIR, new, {0: more[:1], 1: more[1:]})
         e = {0: t[0, 0] * e[0] + t[0, 1] * e[1] + c[0], 1: t[1, 1] * e[1] + c[1]}
         return (new, e, d @ plain + more), None
