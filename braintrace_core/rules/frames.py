@@ -36,7 +36,8 @@ Axis = dict[int, Array]
 def frames_of(plan: RulePlan) -> list[tuple[Pair, ...]]:
     """For each group, the pairs of components that feed each other, and no third one that feeds them back.
 
-    None where ``D`` is the same for all examples: its powers are known once for all of them, and turn with no one.
+    None where ``D`` is the same for all examples: its products are then made once for all of them, which axes that each
+    example has for itself would undo.
     """
     return plan.once("frames", lambda: _find_frames(plan))
 
