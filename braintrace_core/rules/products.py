@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -129,7 +131,8 @@ def _joined_results(
 
 def _is_worth_joining(sizes: Sequence[int], batch: int) -> bool:
     """Whether products of a batch with weights of these sizes are each for one core, and together worth several."""
-    return all(size <= _MOST_ON_ONE_CORE for size in sizes) and batch * sum(sizes) >= _WORTH_SEVERAL_CORES
+    several = sum(sizes) > _MOST_ON_ONE_CORE and batch * sum(sizes) >= _WORTH_SEVERAL_CORES
+    return several and all(size <= _MOST_ON_ONE_CORE for size in sizes)
 
 
 def known_shares(
@@ -162,20 +165,38 @@ def known_shares(
 
 
 def loop_products(
-    operators: Sequence[Operator], part: Part, known: Collection[Var], steps: int
+    operators: Sequence[Operator],
+    part: Part,
+    known: Collection[Var],
+    sizes: tuple[int, int],
+    goes_back: bool = True,
 ) -> dict[int, LoopProduct]:
     """The products in a part that is run step by step, by operator, where ``known`` variables need no state of it.
 
     None on several devices: a weight's rows may be divided among them.
+
+    Args:
+      operators, part: those of a step, and the part.
+      known: what need not be asked of the loop.
+      sizes: how many steps the loop has, and examples.
+      goes_back: whether errors pass through the loop.
     """
-    if steps == 1 or not on_one_device():
+    if sizes[0] == 1 or not on_one_device():
         return {}
     makers = {v: eqn for eqn in part.eqns for v in eqn.outvars}
+    found = {i: of for i, of in enumerate(operators) if of.y in makers and _is_product(of)}
+    seen = Counter(operator.x for operator in found.values())
     return {
         i: _split(operator, makers.get(operator.x), known)
-        for i, operator in enumerate(operators)
-        if operator.y in makers and _is_product(operator)
+        if goes_back or seen[operator.x] > 1 or _is_worth_cutting(sizes)
+        else LoopProduct(operator)
+        for i, operator in found.items()
     }
+
+
+def _is_worth_cutting(sizes: tuple[int, int]) -> bool:
+    """Whether the only product of its input, through which no errors go back, is better made in two."""
+    return sizes[0] > _STEPS_WORTH_NO_CUT or math.prod(sizes) > _ROWS_WORTH_NO_CUT
 
 
 def _is_product(operator: Operator) -> bool:
@@ -239,5 +260,6 @@ def _joined(pieces: Sequence[Any], axis: int) -> Any:
 
 
 _MOST_ON_ONE_CORE = 1 << 16  # numbers of a weight; larger ones XLA's CPU products divide among cores
-_WORTH_SEVERAL_CORES = 1 << 23  # multiplications; of fewer, waking the other cores takes longer than it spares
+_WORTH_SEVERAL_CORES = 1 << 22  # multiplications; of fewer, waking the other cores takes longer than it spares
 _STEPS_WORTH_A_COPY = 4  # for fewer, laying out a copy takes longer than it spares
+_STEPS_WORTH_NO_CUT, _ROWS_WORTH_NO_CUT = 8, 128  # as many steps, and examples of all: cutting a weight takes longer

@@ -61,7 +61,7 @@ def _through_whole_step(
     given = [v for v in way.constvars if v in windowed]
     resting = windowed.keys() - moving - with_term.keys()
     schedule = program.schedule
-    products = loop_products(schedule.operators, schedule.next_states, resting, record.sizes[0]).values()
+    products = loop_products(schedule.operators, schedule.next_states, resting, record.sizes).values()
     split = {product.operator.y: product for product in products if product.known}
 
     def one(terms: list[Array], given_values: list[Any], results: list[Any]) -> list[Any]:

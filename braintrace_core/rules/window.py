@@ -394,9 +394,11 @@ class WindowProgram:
         run = PartRunner(schedule.operators, {**self.constants, **frontier}, direct, {}, still=still)
         windowed: dict[Var, Any] = dict(zip(minfo.input_invars, inputs, strict=True))
         states = list(states)
+        last = {v for eqn in schedule.outputs.eqns for v in eqn.outvars}
+        goes_back = bool(direct) or any(y not in last for y in deltas)
         for stage in schedule.stages:
             windowed.update(run.over_window(stage.ahead, windowed, deltas, sizes))
-            loop = self._loop(stage, run, frontier, windowed, deltas, sizes, reset, initial)
+            loop = self._loop(stage, run, frontier, windowed, deltas, sizes, goes_back, reset, initial)
             after, made = loop.run([states[k] for k in stage.states], windowed, sizes)
             windowed.update(made)
             for k, state in zip(stage.states, after, strict=True):
@@ -416,12 +418,13 @@ class WindowProgram:
         windowed: Mapping[Var, Any],
         deltas: Mapping[Var, Array],
         sizes: tuple[int, int],
+        goes_back: bool,
         reset: Any,
         initial: Sequence[Any] | None,
     ) -> TimeLoop:
         """The loop of a stage; what its products make of known values is made here, for all steps at once."""
         deltas = dict(deltas)
-        products = loop_products(self.schedule.operators, stage.loop, windowed.keys(), sizes[0])
+        products = loop_products(self.schedule.operators, stage.loop, windowed.keys(), sizes, goes_back)
         operands = {i: self.operand_values(product.operator, frontier) for i, product in products.items()}
         run = replace(run, products=results_in_loop(products, operands, sizes))
         for i, share in known_shares(products, operands, windowed).items():

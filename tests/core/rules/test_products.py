@@ -16,6 +16,7 @@ from braintrace_core.rules.products import loop_products
 from tests.core.rules import zoo
 
 WIDE = zoo.FEATURES + zoo.UNITS
+ONE = zoo.UNITS * zoo.UNITS  # what a loop has of a weight
 
 
 @pytest.fixture(autouse=True)
@@ -37,13 +38,13 @@ def case(join, rows=WIDE, dtype=jnp.float64, bias=True):
     return zoo.Case(step, params, jnp.zeros(zoo.UNITS, dtype))
 
 
-def split(case):
+def split(case, sizes=(zoo.STEPS, zoo.BATCH), goes_back=True):
     """The places of what is split off, for each operator."""
     x = jnp.zeros((zoo.FEATURES,), case.carry.dtype)
     program = RulePlan.of(compile_step_graph(case.step, case.params, case.carry, x)).program
     schedule, (stage,) = program.schedule, program.schedule.stages
     known = [*program.graph.module_info.input_invars, *stage.ahead.writes]
-    products = loop_products(schedule.operators, stage.loop, known, zoo.STEPS).values()
+    products = loop_products(schedule.operators, stage.loop, known, sizes, goes_back).values()
     return [product.ahead for product in products if product.known]
 
 
@@ -67,20 +68,24 @@ def test_the_gradient_is_that_of_the_loop(name, bias):
     zoo.assert_close(found, zoo.bptt(net, carry, inputs, reset))
 
 
-def products_of(net, in_loops):
+def products_of(net, in_loops, **asked):
     """The products inside loops, or outside of them, of a window and its gradient."""
-    return equations_of(net, in_loops, ("etp_m", "dot_general"))
+    return equations_of(net, in_loops, ("etp_m", "dot_general"), **asked)
 
 
-def equations_of(net, in_loops, names):
-    """Some equations inside loops, or outside of them, of a window and its gradient, by how their names begin."""
+def equations_of(net, in_loops, names, **asked):
+    """Some equations inside loops, or outside of them, of a window and its gradient, by how their names begin.
+
+    ``asked``: what gradient; that of all operators and states if nothing is said.
+    """
     carry, inputs = zoo.batch_of(net)
     plan = RulePlan.of(compile_step_graph(net.step, net.params, net.carry, inputs[0, 0]))
     program, leaves = plan.program, jax.tree.leaves(net.params)
 
     def window(carry, inputs):
         loss = lambda window: (zoo.loss_of(window.outputs), None)  # noqa: E731
-        return program.value_and_gradient(loss, program.frontier(leaves), [carry], [inputs])[3].operators
+        *_, gradient = program.value_and_gradient(loss, program.frontier(leaves), [carry], [inputs], **asked)
+        return gradient.operators, gradient.present
 
     found = []
 
@@ -183,6 +188,7 @@ def states_only(x, h):
     ],
 )
 def test_gates_of_one_input_share_a_product_in_the_loop(monkeypatch, net, rows, joined):
+    monkeypatch.setattr(products_module, "_MOST_ON_ONE_CORE", rows * zoo.UNITS)
     monkeypatch.setattr(products_module, "_WORTH_SEVERAL_CORES", 0)
     both = [(rows, 2 * zoo.UNITS), (2 * zoo.UNITS, rows)]
     apart = [(rows, zoo.UNITS)] * 2 + [(zoo.UNITS, rows)] * 2
@@ -197,9 +203,10 @@ def test_gates_of_one_input_share_a_product_in_the_loop(monkeypatch, net, rows, 
 @pytest.mark.parametrize(
     ("most_on_one_core", "worth_several", "dtypes"),
     [
-        pytest.param(0, 0, (jnp.float64, jnp.float64), id="large ones"),
-        pytest.param(1 << 16, 1 << 23, (jnp.float64, jnp.float64), id="small ones"),
-        pytest.param(1 << 16, 0, (jnp.float64, jnp.float32), id="other types"),
+        pytest.param(ONE - 1, 0, (jnp.float64, jnp.float64), id="each for several cores"),
+        pytest.param(2 * ONE, 0, (jnp.float64, jnp.float64), id="together for one core"),
+        pytest.param(ONE, 2 * ONE * zoo.BATCH + 1, (jnp.float64, jnp.float64), id="few examples"),
+        pytest.param(ONE, 0, (jnp.float64, jnp.float32), id="other types"),
     ],
 )
 def test_other_gates_have_products_of_their_own(monkeypatch, most_on_one_core, worth_several, dtypes):
@@ -223,6 +230,35 @@ def test_errors_of_gates_meet_before_they_go_back_to_their_input():
 )
 def test_other_products_stay_whole(net):
     assert not split(net)
+
+
+ALONE = zoo.Case(
+    lambda weight, h, x: 2 * (jnp.tanh(jnp.concatenate([x, h]) @ weight),),
+    jnp.cos(jnp.arange(1.0 * WIDE * zoo.UNITS)).reshape(WIDE, zoo.UNITS),
+    jnp.zeros(zoo.UNITS),
+)
+
+
+@pytest.mark.parametrize(
+    ("net", "sizes", "goes_back", "cut"),
+    [
+        pytest.param(ALONE, (8, 16), False, 0, id="few steps"),
+        pytest.param(ALONE, (9, 1), False, 1, id="more steps"),
+        pytest.param(ALONE, (8, 17), False, 1, id="more examples"),
+        pytest.param(ALONE, (2, 1), True, 1, id="errors go back"),
+        pytest.param(gates(()), (2, 1), False, 2, id="gates of one input"),
+    ],
+)
+def test_few_steps_do_not_cut_a_weight(net, sizes, goes_back, cut):
+    assert len(split(net, sizes, goes_back)) == cut
+
+
+@pytest.mark.parametrize(("operators", "rows"), [((), WIDE), ((0,), zoo.UNITS)])
+def test_a_weight_is_cut_where_errors_go_back_through_the_loop(operators, rows):
+    asked = {"operators": operators, "want_states": False, "want_present": True}
+    found = products_of(ALONE, in_loops=True, **asked)
+    assert found[0].invars[1].aval.shape == (rows, zoo.UNITS)
+    assert len(found) == 1 + len(operators)
 
 
 def test_products_stay_whole_on_several_devices(monkeypatch):
