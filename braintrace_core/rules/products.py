@@ -1,7 +1,8 @@
 """Products inside the loop over time, as small as they can be.
 
 - ``concatenate([x, h]) @ w`` is ``x @ w[:n] + h @ w[n:]``, and the first product needs no state: it is made for all
-  steps of a window at once. The loop is left with the second, forward and on the way back.
+  steps of a window at once. The loop is left with the second, forward and on the way back. Where there is no way back
+  and only a few steps, cutting the weight in two takes longer than it spares, and the product stays whole.
 - On the way back errors meet the weights transposed, which are laid out so once a window, not at each of its steps.
 - Narrow products of one input are one product where that is wide enough for all cores, which each alone is not.
 """
