@@ -395,7 +395,7 @@ class WindowProgram:
         windowed: dict[Var, Any] = dict(zip(minfo.input_invars, inputs, strict=True))
         states = list(states)
         last = {v for eqn in schedule.outputs.eqns for v in eqn.outvars}
-        goes_back = bool(direct) or any(y not in last for y in (*still, *deltas))
+        goes_back = any(y not in last for y in (*still, *deltas))
         for stage in schedule.stages:
             windowed.update(run.over_window(stage.ahead, windowed, deltas, sizes))
             loop = self._loop(stage, run, frontier, windowed, deltas, sizes, goes_back, reset, initial)

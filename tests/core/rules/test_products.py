@@ -253,10 +253,25 @@ def test_few_steps_do_not_cut_a_weight(net, sizes, goes_back, cut):
     assert len(split(net, sizes, goes_back)) == cut
 
 
-@pytest.mark.parametrize(("operators", "rows"), [((), WIDE), ((0,), zoo.UNITS)])
-def test_a_weight_is_cut_where_errors_go_back_through_the_loop(operators, rows):
+def gained(params, h, x):
+    h = params["gain"] * ALONE.step(params["weight"], h, x)[0]
+    return h, h
+
+
+GAINED = zoo.Case(gained, {"gain": jnp.ones(zoo.UNITS), "weight": ALONE.params}, ALONE.carry)
+
+
+@pytest.mark.parametrize(
+    ("net", "operators", "rows"),
+    [
+        pytest.param(ALONE, (), WIDE, id="nothing"),
+        pytest.param(ALONE, (0,), zoo.UNITS, id="a product"),
+        pytest.param(GAINED, (1,), zoo.UNITS, id="what all steps share"),
+    ],
+)
+def test_a_weight_is_cut_where_errors_go_back_through_the_loop(net, operators, rows):
     asked = {"operators": operators, "want_states": False, "want_present": True}
-    found = products_of(ALONE, in_loops=True, **asked)
+    found = products_of(net, in_loops=True, **asked)
     assert found[0].invars[1].aval.shape == (rows, zoo.UNITS)
     assert len(found) == 1 + len(operators)
 
