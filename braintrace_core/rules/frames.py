@@ -9,7 +9,8 @@ If the first axis of ``F_k`` is where ``P`` takes that of ``F_0``, the matrix ha
 one trace is made of both, then the other of itself alone. The axes stay at right angles, so that no digits are lost.
 
 The first axis is the same wherever a window is cut: where a step takes it to nothing, as at the start of a sequence, it
-begins anew along the first of the two components.
+begins anew along the first of the two components. Only where a product of steps is too small to be told from zero may
+it differ; nothing that a trace could hold is left there.
 """
 
 from __future__ import annotations

@@ -157,7 +157,8 @@ def test_axes_make_what_a_window_does_triangular(monkeypatch, devices, steps, an
     assert abs(turned[1, 0]) <= scale
     for (a, b), value in found.items():
         np.testing.assert_allclose(value, turned[a, b], atol=scale)
-    if 0 < cut < len(steps):
+    vanishing = sum((step == 1e-200).any() for step in steps)  # the product of two of them is lost, and its direction
+    if 0 < cut < len(steps) and vanishing < 2:
         in_two, _ = followed(followed(before, steps[:cut])[0], steps[cut:])
         np.testing.assert_allclose(frame(in_two), frame(after), atol=1e-12)
 
