@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from operator import itemgetter
 from typing import Any
 
@@ -105,8 +105,8 @@ def add_in_place(kept: Array, terms: Any, add: Callable[[Array, Any], Array], to
     if count == 1:
         return add(kept, jax.tree.map(itemgetter(0), terms))
     row = kept.shape[-1] * kept.dtype.itemsize
-    if not _is_worth_it(kept) or (count * row > _FIRST_CACHE and kept.nbytes <= _MOST_IN_CACHE):
-        return together(kept, terms)
+    if not _is_worth_it(kept) or (count * row > _FIRST_CACHE and 2 * kept.nbytes <= _MOST_IN_CACHE):
+        return together(kept, terms)  # the cache holds what is added too
     at_once = max(1, min(_IN_ONE_PASS, _FIRST_CACHE // row))  # their rows stay there while the array passes by
 
     def in_passes(kept: Array, terms: Any) -> Array:
@@ -118,9 +118,11 @@ def add_in_place(kept: Array, terms: Any, add: Callable[[Array, Any], Array], to
                 return jax.tree.map(lambda of: _side_by_side(lax.dynamic_slice_in_dim(of, start, some)), terms)
 
             taken = _apart(take, start, always=always)
+            sums = [kept] + [jnp.zeros_like(kept)] * ((some - 1) // _IN_ONE_SUM)
             for t in range(some):
-                kept = add(kept, jax.tree.map(partial(_one_of, t), taken, terms))
-            return kept
+                place = t % len(sums)
+                sums[place] = add(sums[place], jax.tree.map(partial(_one_of, t), taken, terms))
+            return reduce(jnp.add, sums)
 
         kept = add_from(0, first, kept)
         if count == first:
@@ -135,22 +137,15 @@ def add_in_place(kept: Array, terms: Any, add: Callable[[Array, Any], Array], to
     return lax.platform_dependent(kept, terms, cpu=in_passes, default=together)
 
 
-def is_worth_turns(arrays: Sequence[Array], terms: int, interlocked: bool) -> bool:
-    """Whether arrays that are read and written together are better served by :func:`in_turn`.
+def is_worth_turns(arrays: Sequence[Array]) -> bool:
+    """Whether arrays, each of which is made anew of all of them, are better served by :func:`in_turn`.
 
-    If they are interlocked, each new one is made of all old ones: done at once, some would be copied. The fewer terms
-    are added, the more of a turn is moving the example about, and the later it pays. One alone is served worse, unless
-    it is out of the cache's reach and a window adds many terms to it.
+    Done at once, some would be copied. That is worth sparing where no cache holds the copies.
     """
     batch = arrays[0].shape[0]
     if not on_one_device() or batch == 1 or arrays[0].size < _LARGE_IN_TURN * batch:
         return False
-    size = sum(array.nbytes for array in arrays)
-    if terms <= _FEW:
-        return interlocked and size > _MOST_IN_CACHE
-    if len(arrays) > 1:
-        return size > _MOST_IN_CACHE // 4
-    return terms > _IN_ONE_PASS and size > _MOST_IN_CACHE
+    return sum(array.nbytes for array in arrays) > _MOST_IN_CACHE
 
 
 def in_turn(turn: Callable[..., tuple[Any, Any]], arrays: Any, over_batch: Any, over_time: Any) -> tuple[Any, Any]:
@@ -224,5 +219,5 @@ _HALF_SECOND_CACHE = 1 << 19  # bytes of it; an array beside what is made of it
 _MOST_IN_CACHE = 1 << 25  # bytes of the last one; beyond, a product that is written and read again is slower
 _SAME_PLACES = 1 << 11  # bytes; rows so far apart want the same few places of the first cache
 _LARGE_IN_TURN = 1 << 15  # numbers of one example; below, taking turns costs more than it spares
-_FEW = 8  # terms; adding them takes less time than a turn's moving about
 _IN_ONE_PASS = 16  # terms; of more at once, the sum does not fit the registers
+_IN_ONE_SUM = 4  # terms; each of them waits for the one before it, and other sums need not
