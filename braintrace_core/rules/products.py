@@ -2,7 +2,8 @@
 
 - ``concatenate([x, h]) @ w`` is ``x @ w[:n] + h @ w[n:]``, and the first product needs no state: it is made for all
   steps of a window at once. The loop is left with the second, forward and on the way back. Where there is no way back
-  and only a few steps, cutting the weight in two takes longer than it spares, and the product stays whole.
+  and only a few steps, cutting the weight in two takes longer than it spares, and the product stays whole; as it does
+  where all cores would share it, and what is left is for one.
 - On the way back errors meet the weights transposed, which are laid out so once a window, not at each of its steps.
 - Narrow products of one input are one product where that is wide enough for all cores, which each alone is not.
 """
@@ -132,8 +133,12 @@ def _joined_results(
 
 def _is_worth_joining(sizes: Sequence[int], batch: int) -> bool:
     """Whether products of a batch with weights of these sizes are each for one core, and together worth several."""
-    several = sum(sizes) > _MOST_ON_ONE_CORE and batch * sum(sizes) >= _WORTH_SEVERAL_CORES
-    return several and all(size <= _MOST_ON_ONE_CORE for size in sizes)
+    return _is_for_several_cores(sum(sizes), batch) and all(size <= _MOST_ON_ONE_CORE for size in sizes)
+
+
+def _is_for_several_cores(size: int, batch: int) -> bool:
+    """Whether the product of a batch with a weight of this size is divided among cores, and worth it."""
+    return size > _MOST_ON_ONE_CORE and batch * size >= _WORTH_SEVERAL_CORES
 
 
 def known_shares(
@@ -187,17 +192,25 @@ def loop_products(
     makers = {v: eqn for eqn in part.eqns for v in eqn.outvars}
     found = {i: of for i, of in enumerate(operators) if of.y in makers and _is_product(of)}
     seen = Counter(operator.x for operator in found.values())
-    return {
-        i: _split(operator, makers.get(operator.x), known)
-        if goes_back or seen[operator.x] > 1 or _is_worth_cutting(sizes)
-        else LoopProduct(operator)
-        for i, operator in found.items()
-    }
+    products = {}
+    for i, operator in found.items():
+        products[i] = _split(operator, makers.get(operator.x), known)
+        if seen[operator.x] == 1 and not _is_worth_cutting(products[i], sizes, goes_back):
+            products[i] = LoopProduct(operator)
+    return products
 
 
-def _is_worth_cutting(sizes: tuple[int, int]) -> bool:
-    """Whether the only product of its input, through which no errors go back, is better made in two."""
-    return sizes[0] > _STEPS_WORTH_NO_CUT or math.prod(sizes) > _ROWS_WORTH_NO_CUT
+def _is_worth_cutting(product: LoopProduct, sizes: tuple[int, int], goes_back: bool) -> bool:
+    """Whether the only product of its input is better made in two.
+
+    Not for a few steps that no errors go back through; nor if all cores would share the whole, and what is left to the
+    loop is for one.
+    """
+    if not goes_back and sizes[0] <= _STEPS_WORTH_NO_CUT and math.prod(sizes) <= _ROWS_WORTH_NO_CUT:
+        return False
+    rows, columns = product.operator.eqn.invars[1].aval.shape
+    left = sum(len(range(rows)[place]) for place in product.left)
+    return _is_for_several_cores(left * columns, sizes[1]) or not _is_for_several_cores(rows * columns, sizes[1])
 
 
 def _is_product(operator: Operator) -> bool:

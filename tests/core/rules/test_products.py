@@ -253,6 +253,25 @@ def test_few_steps_do_not_cut_a_weight(net, sizes, goes_back, cut):
     assert len(split(net, sizes, goes_back)) == cut
 
 
+@pytest.mark.parametrize("goes_back", [False, True])
+@pytest.mark.parametrize(
+    ("net", "most_on_one_core", "worth_several", "cut"),
+    [
+        pytest.param(ALONE, ONE, ONE, 0, id="several cores for the whole alone"),
+        pytest.param(ALONE, ONE - 1, ONE, 1, id="several cores for what is left too"),
+        pytest.param(ALONE, WIDE * zoo.UNITS, ONE, 1, id="one core for the whole too"),
+        pytest.param(ALONE, ONE, 17 * WIDE * zoo.UNITS + 1, 1, id="few examples"),
+        pytest.param(gates(()), ONE, ONE, 2, id="gates of one input"),
+    ],
+)
+def test_a_weight_is_not_cut_down_to_what_one_core_takes(
+    monkeypatch, net, most_on_one_core, worth_several, cut, goes_back
+):
+    monkeypatch.setattr(products_module, "_MOST_ON_ONE_CORE", most_on_one_core)
+    monkeypatch.setattr(products_module, "_WORTH_SEVERAL_CORES", worth_several)
+    assert len(split(net, (16, 17), goes_back)) == cut
+
+
 def gained(params, h, x):
     h = params["gain"] * ALONE.step(params["weight"], h, x)[0]
     return h, h
