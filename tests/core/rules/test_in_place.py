@@ -99,6 +99,14 @@ def test_what_is_small_or_added_to_often_is_left_to_the_compiler(size, count):
     assert not found.any()
 
 
+@pytest.mark.parametrize(("spare", "in_passes"), [(0, False), (-1, True)])
+def test_a_product_of_all_terms_needs_a_cache_for_itself_too(monkeypatch, spare, in_passes):
+    kept, terms = jnp.zeros((1, 1 << 14)), jnp.ones((17, 1, 1 << 14))
+    monkeypatch.setattr(in_place, "_MOST_IN_CACHE", 2 * kept.nbytes + spare)
+    found = in_place.add_in_place(kept, terms, lambda kept, term: kept + term, lambda kept, terms: kept)
+    assert bool(found.any()) == in_passes
+
+
 def test_examples_take_turns():
     arrays = {name: jax.random.normal(jax.random.key(i), (3, 4, 5)) for i, name in enumerate("ab")}
     factors, terms = jnp.arange(3.0), jax.random.normal(jax.random.key(2), (7, 3, 5))
