@@ -104,10 +104,9 @@ def add_in_place(kept: Array, terms: Any, add: Callable[[Array, Any], Array], to
     count = jax.tree.leaves(terms)[0].shape[0]
     if count == 1:
         return add(kept, jax.tree.map(itemgetter(0), terms))
-    row = kept.shape[-1] * kept.dtype.itemsize
-    if not _is_worth_it(kept) or (count * row > _FIRST_CACHE and 2 * kept.nbytes <= _MOST_IN_CACHE):
+    at_once = _terms_of_a_pass(kept)
+    if not _is_worth_it(kept) or (_are_for_a_product(kept, count) and 2 * kept.nbytes <= _MOST_IN_CACHE):
         return together(kept, terms)  # the cache holds what is added too
-    at_once = max(1, min(_IN_ONE_PASS, _FIRST_CACHE // row))  # their rows stay there while the array passes by
 
     def in_passes(kept: Array, terms: Any) -> Array:
         first = (count - 1) % at_once + 1
@@ -137,13 +136,16 @@ def add_in_place(kept: Array, terms: Any, add: Callable[[Array, Any], Array], to
     return lax.platform_dependent(kept, terms, cpu=in_passes, default=together)
 
 
-def is_worth_turns(arrays: Sequence[Array]) -> bool:
-    """Whether arrays, each of which is made anew of all of them, are better served by :func:`in_turn`.
+def is_worth_turns(arrays: Sequence[Array], terms: int, interlocked: bool) -> bool:
+    """Whether arrays that no cache holds, read and then written, are better served by :func:`in_turn`.
 
-    Done at once, some would be copied. That is worth sparing where no cache holds the copies.
+    So are interlocked ones, each of which is made anew of all of them: done at once, some would be copied. So are
+    several that more terms are added to than a pass takes: of one example, the cache holds the product of all terms.
     """
     batch = arrays[0].shape[0]
     if not on_one_device() or batch == 1 or arrays[0].size < _LARGE_IN_TURN * batch:
+        return False
+    if not interlocked and (len(arrays) == 1 or not _are_for_a_product(arrays[0], terms)):
         return False
     return sum(array.nbytes for array in arrays) > _MOST_IN_CACHE
 
@@ -193,6 +195,16 @@ def _always() -> Array:
     return lax.optimization_barrier(jnp.int32(1))
 
 
+def _terms_of_a_pass(kept: Array) -> int:
+    """How many terms a pass over an array takes: their rows stay in the first cache while the array passes by."""
+    return max(1, min(_IN_ONE_PASS, _HALF_FIRST_CACHE // (kept.shape[-1] * kept.dtype.itemsize)))
+
+
+def _are_for_a_product(kept: Array, count: int) -> bool:
+    """Whether so many terms are better multiplied out, where a cache holds their product, than added in passes."""
+    return count * kept.shape[-1] * kept.dtype.itemsize > _HALF_FIRST_CACHE
+
+
 def _side_by_side(terms: Array) -> Array:
     """``(terms, batch, ...)`` as ``(batch, ...)``, the terms of an example one after the other.
 
@@ -214,7 +226,7 @@ def _is_worth_it(arrays: Any) -> bool:
 
 
 _LARGE = 1 << 14  # numbers; below, a branch or a loop costs more than a copy
-_FIRST_CACHE = 1 << 15  # bytes of it; rows of more terms do not fit, and one product of all terms is quicker
+_HALF_FIRST_CACHE = 1 << 14  # bytes of it; what passes by takes its places, too
 _HALF_SECOND_CACHE = 1 << 19  # bytes of it; an array beside what is made of it
 _MOST_IN_CACHE = 1 << 25  # bytes of the last one; beyond, a product that is written and read again is slower
 _SAME_PLACES = 1 << 11  # bytes; rows so far apart want the same few places of the first cache

@@ -225,7 +225,7 @@ class DRTRL(Rule):
             i
             for i, holder in holders.items()
             if steps == 1 and (recurrent or plan.links[i].stored == plan.links[i].reached)
-            if not _in_turn(plan, holder, traces, signal.operands[i])
+            if not _in_turn(plan, holder, traces, signal.operands[i], steps)
         ]
         new, read = self._advance(traces, factors, {i: of for i, of in signals.items() if i not in later})
         found: OperandGradients = {}
@@ -364,15 +364,13 @@ def _to_operands(link: Link, operands: Sequence[Any], contracted: Mapping[str, A
     return {key: value for key, value in found.items() if key in link.operator.operands}
 
 
-def _in_turn(plan: RulePlan, link: Link, traces: Traces, operands: Sequence[Any]) -> set[str]:
+def _in_turn(plan: RulePlan, link: Link, traces: Traces, operands: Sequence[Any], steps: int) -> set[str]:
     """The names of those traces of a link that are best read while they are written, example by example."""
-    if not are_interlocked(plan, link):
-        return set()
     return {
         name
         for name, rule in link.traces(operands).rules.items()
         if isinstance(rule, EinsumTrace) and rule.x
-        if is_worth_turns([traces[f"{link.name}.{name}.{a}"] for a in link.stored])
+        if is_worth_turns([traces[f"{link.name}.{name}.{a}"] for a in link.stored], steps, are_interlocked(plan, link))
     }
 
 
@@ -398,7 +396,7 @@ def _roll(
     """
     new: Traces = {}
     operands = factors.operands[i]
-    turns = _in_turn(factors.plan, link, traces, operands) if signals else set()
+    turns = _in_turn(factors.plan, link, traces, operands, factors.sizes[0]) if signals else set()
     read = {k: _read(link, traces, signal, operands, apart=True, but=turns) for k, signal in signals.items()}
     already = [value for of in read.values() for value in of.values()]
     across = {pair: after(already, p) for pair, p in carried.across.items()}

@@ -36,8 +36,8 @@ def in_passes(monkeypatch):
 
 @pytest.fixture
 def example_by_example(in_passes, monkeypatch):
-    """Small arrays are treated as those that no cache holds."""
-    for name in ("_LARGE_IN_TURN", "_MOST_IN_CACHE"):
+    """Small arrays are treated as those that no cache holds, a few terms as more than a pass takes."""
+    for name in ("_LARGE_IN_TURN", "_MOST_IN_CACHE", "_HALF_FIRST_CACHE"):
         monkeypatch.setattr(in_place, name, 0)
 
 
@@ -59,12 +59,12 @@ def outer_terms(count, units):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 15, 16, 17, 32])
 def test_any_number_of_terms_is_added(count):
-    kept, terms = outer_terms(count, 128)
+    kept, terms = outer_terms(count, 64)
     found = jax.jit(add_outer)(kept, terms)
     np.testing.assert_allclose(found, kept + jnp.einsum("tbi,tbo->bio", *terms), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(("units", "at_once"), [(64, 16), (512, 8), (1 << 13, 1)])
+@pytest.mark.parametrize(("units", "at_once"), [(64, 16), (256, 8), (1 << 13, 1)])
 def test_a_pass_takes_as_many_terms_as_the_first_cache_holds(monkeypatch, units, at_once):
     monkeypatch.setattr(in_place, "_MOST_IN_CACHE", 0)
     kept, terms = outer_terms(20, units)
@@ -119,10 +119,16 @@ def test_examples_take_turns():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), found, turn(arrays, factors, terms))
 
 
-@pytest.mark.parametrize(("count", "megabytes", "expected"), [(2, 16, False), (2, 17, True), (1, 33, True)])
-def test_turns_are_taken_where_copies_would_leave_the_cache(count, megabytes, expected):
-    array = np.broadcast_to(np.float32(0), (4, megabytes, 1 << 16))
-    assert in_place.is_worth_turns([array] * count) == expected
+@pytest.mark.parametrize(
+    ("count", "megabytes", "terms", "interlocked", "expected"),
+    [
+        *[(2, 16, 1, True, False), (2, 17, 1, True, True), (1, 33, 1, True, True)],
+        *[(2, 17, 8, False, False), (2, 17, 9, False, True), (2, 16, 9, False, False), (1, 33, 9, False, False)],
+    ],
+)
+def test_turns_are_taken_where_the_cache_holds_one_example_but_not_all(count, megabytes, terms, interlocked, expected):
+    array = np.broadcast_to(np.float32(0), (4, 128 * megabytes, 512))
+    assert in_place.is_worth_turns([array] * count, terms, interlocked) == expected
 
 
 @pytest.mark.parametrize("signal", [0.0, 1.0])
@@ -292,16 +298,21 @@ def test_no_trace_is_copied(kind, window, run):
 
 @pytest.mark.parametrize("run", [online_gradient, step_online_gradient])
 @pytest.mark.parametrize("window", [1, 4, 20])
-def test_no_trace_is_copied_in_turns(example_by_example, window, run):
-    assert copies_of_traces(swinging, window, run, BATCH) == 0
+@pytest.mark.parametrize("kind", [adaptive, swinging])
+def test_no_trace_is_copied_in_turns(example_by_example, kind, window, run):
+    assert copies_of_traces(kind, window, run, BATCH) == 0
 
 
+@pytest.mark.parametrize("first_cache", [0, 1 << 15])
 @pytest.mark.parametrize("kind", [gated, leaky, adaptive, driven, swinging])
-def test_turns_are_taken_where_traces_would_be_copied_alone(example_by_example, monkeypatch, kind):
+def test_turns_are_for_two_traces_that_are_interlocked_or_added_to_often(
+    example_by_example, monkeypatch, kind, first_cache
+):
     taken = []
+    monkeypatch.setattr(in_place, "_HALF_FIRST_CACHE", first_cache // 2)
     monkeypatch.setattr(rolling, "in_turn", lambda *args: taken.append(kind) or in_place.in_turn(*args))
     copies_of_traces(kind, 20, online_gradient, BATCH)
-    assert bool(taken) == (kind is swinging)
+    assert bool(taken) == (kind is swinging or (kind in (adaptive, driven) and not first_cache))
 
 
 def test_a_trace_is_written_before_the_next_is_read(monkeypatch):
