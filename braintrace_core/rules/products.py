@@ -1,11 +1,12 @@
 """Products inside the loop over time, as small as they can be.
 
 - ``concatenate([x, h]) @ w`` is ``x @ w[:n] + h @ w[n:]``, and the first product needs no state: it is made for all
-  steps of a window at once. The loop is left with the second, forward and on the way back. Where there is no way back
-  and only a few steps, cutting the weight in two takes longer than it spares, and the product stays whole; as it does
-  where all cores would share it, and what is left is for one.
+  steps of a window at once, and for all products that see the same input as one. The loop is left with the second,
+  forward and on the way back. A product that alone sees its input stays whole where cutting its weight in two takes
+  longer than it spares: where there is no way back and only a few steps, and where all cores would share the whole,
+  and what is left is for one.
 - On the way back errors meet the weights transposed, which are laid out so once a window, not at each of its steps.
-- Narrow products of one input are one product where that is wide enough for all cores, which each alone is not.
+- More than two narrow products of one input are one where that is wide enough for all cores, which each alone is not.
 """
 
 from __future__ import annotations
@@ -132,8 +133,12 @@ def _joined_results(
 
 
 def _is_worth_joining(sizes: Sequence[int], batch: int) -> bool:
-    """Whether products of a batch with weights of these sizes are each for one core, and together worth several."""
-    return _is_for_several_cores(sum(sizes), batch) and all(size <= _MOST_ON_ONE_CORE for size in sizes)
+    """Whether products of a batch with weights of these sizes are each for one core, and together worth several.
+
+    Two need not be joined for that: each has a core, and the errors that go back need not be written side by side.
+    """
+    are_for_one_core = all(size <= _MOST_ON_ONE_CORE for size in sizes)
+    return len(sizes) > 2 and are_for_one_core and _is_for_several_cores(sum(sizes), batch)
 
 
 def _is_for_several_cores(size: int, batch: int) -> bool:
@@ -191,17 +196,16 @@ def loop_products(
         return {}
     makers = {v: eqn for eqn in part.eqns for v in eqn.outvars}
     found = {i: of for i, of in enumerate(operators) if of.y in makers and _is_product(of)}
-    seen = Counter(operator.x for operator in found.values())
-    products = {}
-    for i, operator in found.items():
-        products[i] = _split(operator, makers.get(operator.x), known)
-        if seen[operator.x] == 1 and not _is_worth_cutting(products[i], sizes, goes_back):
-            products[i] = LoopProduct(operator)
+    products = {i: _split(of, makers.get(of.x), known) for i, of in found.items()}
+    seen = Counter(product.known for product in products.values())
+    for i, product in products.items():
+        if seen[product.known] == 1 and not _is_worth_cutting(product, sizes, goes_back):
+            products[i] = LoopProduct(product.operator)
     return products
 
 
 def _is_worth_cutting(product: LoopProduct, sizes: tuple[int, int], goes_back: bool) -> bool:
-    """Whether the only product of its input is better made in two.
+    """Whether a product is better made in two that no other one shares known pieces with.
 
     Not for a few steps that no errors go back through; nor if all cores would share the whole, and what is left to the
     loop is for one.

@@ -156,8 +156,8 @@ def test_a_window_can_be_differentiated_by_its_parameters():
 
 
 def gates(biases, join=JOINS["input first"][0], rows=WIDE, dtypes=(jnp.float64, jnp.float64)):
-    """A cell with two gates that see the same."""
-    numbers = jnp.sin(jnp.arange(2.0 * rows * zoo.UNITS)).reshape(2, rows, zoo.UNITS)
+    """A cell with some gates that see the same, each of its own type; of two, if nothing is said."""
+    numbers = jnp.sin(jnp.arange(float(len(dtypes) * rows * zoo.UNITS))).reshape(-1, rows, zoo.UNITS)
     params = {f"w{i}": numbers[i].astype(dtype) for i, dtype in enumerate(dtypes)}
     params |= {f"b{i}": numbers[i, 0].astype(dtypes[i]) for i in biases}
 
@@ -167,7 +167,7 @@ def gates(biases, join=JOINS["input first"][0], rows=WIDE, dtypes=(jnp.float64, 
         for i, dtype in enumerate(dtypes):
             product = both.astype(dtype) @ params[f"w{i}"]
             y.append((product + params[f"b{i}"] if i in biases else product).astype(h.dtype))
-        new = h + jax.nn.sigmoid(y[0]) * (jnp.tanh(y[1]) - h) + x.sum()
+        new = h + jax.nn.sigmoid(y[0]) * (jnp.tanh(y[1]) - h) + x.sum() + sum(jnp.sin(more) for more in y[2:])
         return new, new
 
     return zoo.Case(step, params, jnp.zeros(zoo.UNITS))
@@ -177,23 +177,27 @@ def states_only(x, h):
     return jnp.concatenate([h, 2 * h])
 
 
+THREE = (jnp.float64,) * 3
+
+
 @pytest.mark.parametrize(
-    ("net", "rows", "joined"),
+    ("net", "rows", "together"),
     [
-        pytest.param(gates(()), zoo.UNITS, True, id="no bias"),
-        pytest.param(gates((0, 1)), zoo.UNITS, True, id="two biases"),
-        pytest.param(gates((1,)), zoo.UNITS, True, id="one bias"),  # it is not added in the loop
-        pytest.param(gates((0, 1), states_only, 2 * zoo.UNITS), 2 * zoo.UNITS, True, id="no input, two biases"),
-        pytest.param(gates((1,), states_only, 2 * zoo.UNITS), 2 * zoo.UNITS, False, id="no input, one bias"),
+        pytest.param(gates((), dtypes=THREE), zoo.UNITS, 3, id="no bias"),
+        pytest.param(gates((0, 1, 2), dtypes=THREE), zoo.UNITS, 3, id="three biases"),
+        pytest.param(gates((1,), dtypes=THREE), zoo.UNITS, 3, id="one bias"),  # it is not added in the loop
+        pytest.param(gates((0, 1, 2), states_only, 2 * zoo.UNITS, THREE), 2 * zoo.UNITS, 3, id="no input"),
+        pytest.param(gates((1,), states_only, 2 * zoo.UNITS, THREE), 2 * zoo.UNITS, 1, id="no input, one bias"),
+        pytest.param(gates(()), zoo.UNITS, 1, id="two gates"),
     ],
 )
-def test_gates_of_one_input_share_a_product_in_the_loop(monkeypatch, net, rows, joined):
+def test_gates_of_one_input_share_a_product_in_the_loop(monkeypatch, net, rows, together):
     monkeypatch.setattr(products_module, "_MOST_ON_ONE_CORE", rows * zoo.UNITS)
     monkeypatch.setattr(products_module, "_WORTH_SEVERAL_CORES", 0)
-    both = [(rows, 2 * zoo.UNITS), (2 * zoo.UNITS, rows)]
-    apart = [(rows, zoo.UNITS)] * 2 + [(zoo.UNITS, rows)] * 2
+    count = sum(name.startswith("w") for name in net.params) // together
     found = products_of(net, in_loops=True)
-    assert [eqn.invars[1].aval.shape for eqn in found] == (both if joined else apart)
+    shape = rows, together * zoo.UNITS
+    assert [eqn.invars[1].aval.shape for eqn in found] == [shape] * count + [shape[::-1]] * count
     carry, inputs = zoo.batch_of(net)
     reset = zoo.some_resets()
     gradient, _ = zoo.online(net, TBPTT(), zoo.STEPS, carry, inputs, reset)
@@ -203,16 +207,16 @@ def test_gates_of_one_input_share_a_product_in_the_loop(monkeypatch, net, rows, 
 @pytest.mark.parametrize(
     ("most_on_one_core", "worth_several", "dtypes"),
     [
-        pytest.param(ONE - 1, 0, (jnp.float64, jnp.float64), id="each for several cores"),
-        pytest.param(2 * ONE, 0, (jnp.float64, jnp.float64), id="together for one core"),
-        pytest.param(ONE, 2 * ONE * zoo.BATCH + 1, (jnp.float64, jnp.float64), id="few examples"),
-        pytest.param(ONE, 0, (jnp.float64, jnp.float32), id="other types"),
+        pytest.param(ONE - 1, 0, THREE, id="each for several cores"),
+        pytest.param(3 * ONE, 0, THREE, id="together for one core"),
+        pytest.param(ONE, 3 * ONE * zoo.BATCH + 1, THREE, id="few examples"),
+        pytest.param(ONE, 0, (jnp.float64, jnp.float32, jnp.float64), id="other types"),
     ],
 )
 def test_other_gates_have_products_of_their_own(monkeypatch, most_on_one_core, worth_several, dtypes):
     monkeypatch.setattr(products_module, "_MOST_ON_ONE_CORE", most_on_one_core)
     monkeypatch.setattr(products_module, "_WORTH_SEVERAL_CORES", worth_several)
-    assert len(products_of(gates((), dtypes=dtypes), in_loops=True)) == 4
+    assert len(products_of(gates((), dtypes=dtypes), in_loops=True)) == 6
 
 
 def test_errors_of_gates_meet_before_they_go_back_to_their_input():
@@ -247,6 +251,7 @@ ALONE = zoo.Case(
         pytest.param(ALONE, (8, 17), False, 1, id="more examples"),
         pytest.param(ALONE, (2, 1), True, 1, id="errors go back"),
         pytest.param(gates(()), (2, 1), False, 2, id="gates of one input"),
+        pytest.param(case(JOINS["input first"][0]), (2, 1), False, 2, id="one input beside different states"),
     ],
 )
 def test_few_steps_do_not_cut_a_weight(net, sizes, goes_back, cut):
@@ -262,6 +267,7 @@ def test_few_steps_do_not_cut_a_weight(net, sizes, goes_back, cut):
         pytest.param(ALONE, WIDE * zoo.UNITS, ONE, 1, id="one core for the whole too"),
         pytest.param(ALONE, ONE, 17 * WIDE * zoo.UNITS + 1, 1, id="few examples"),
         pytest.param(gates(()), ONE, ONE, 2, id="gates of one input"),
+        pytest.param(case(JOINS["input first"][0]), ONE, ONE, 2, id="one input beside different states"),
     ],
 )
 def test_a_weight_is_not_cut_down_to_what_one_core_takes(
