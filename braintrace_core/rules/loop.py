@@ -2,7 +2,8 @@
 
 Differentiated as it stands, a loop computes step by step whatever its derivative needs, and keeps all of it. Here it
 keeps no more than it is asked for. What else the derivative needs is made of that for all steps together, and the loop
-of the derivative, forward or back, is left with what must be done step by step.
+of the derivative, forward or back, is left with what must be done step by step. A few steps are written out: arrays
+that a loop fills and reads step by step would take longer.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def scan_at_once(body: Body, states: list[Array], over: Any, steps: int) -> tupl
             found = eval_jaxpr(jaxpr, consts, *states, *now)
             return found[: len(states)], found[len(states) :]
 
-        return lax.scan(step, states, over, steps)
+        return _scan(step, states, over, steps)
 
     def jvp(primals: Any, tangents: Any) -> Any:
         results = loop(*primals)
@@ -54,6 +55,11 @@ def scan_at_once(body: Body, states: list[Array], over: Any, steps: int) -> tupl
 
     loop.defjvp(jvp, symbolic_zeros=True)
     return loop(consts, states, leaves)
+
+
+def _scan(step: Body, states: list[Array], over: Any, steps: int) -> tuple[list[Array], list[Array]]:
+    """``lax.scan``, written out if there are few steps."""
+    return lax.scan(step, states, over, steps, unroll=steps <= _FEW)
 
 
 def _tangents(jaxpr: Jaxpr, primals: Any, tangents: Any, results: Any, steps: int) -> Any:
@@ -92,7 +98,7 @@ def _tangents(jaxpr: Jaxpr, primals: Any, tangents: Any, results: Any, steps: in
         new = [v.val if isinstance(v, Literal) else values[v] for v in moved_found]
         return new[: len(of_states)], new[len(of_states) :]
 
-    after, of_kept = lax.scan(step, of_states, (of_over, list(timed.values())), steps)
+    after, of_kept = _scan(step, of_states, (of_over, list(timed.values())), steps)
     rest = iter((*after, *of_kept))
     return jax.tree.map(
         lambda value: next(rest) if is_differentiable(value) else np.zeros(value.shape, jax.dtypes.float0), results
@@ -166,3 +172,6 @@ def _run(eqns: Sequence[JaxprEqn], values: dict[Var, Any]) -> None:
 
 def _instantiated(tangent: Any, primal: Array) -> Array:
     return jnp.zeros_like(primal) if isinstance(tangent, SymbolicZero) else tangent
+
+
+_FEW = 4  # steps; of more, written out, products of different steps get into each other's way

@@ -11,7 +11,7 @@ from jax import lax
 from braintrace_core.compiler.jaxpr_tools import walk
 from braintrace_core.rules.loop import scan_at_once
 
-STEPS, UNITS = 5, 3
+STEPS, FEW, UNITS = 5, 4, 3  # the few are written out
 
 
 @jax.custom_vjp
@@ -74,7 +74,7 @@ def noisy(p, states, now):
 CELLS = [gated, counted, restarted, spiking, inner, noisy]
 
 
-def problem(cell):
+def problem(cell, steps):
     keys = iter(jax.random.split(jax.random.key(0), 8))
     p = {
         "recurrent": jax.random.normal(next(keys), (UNITS, UNITS)),
@@ -83,16 +83,16 @@ def problem(cell):
     }
     h = jax.random.normal(next(keys), (UNITS,))
     states = [*{counted: [jnp.zeros((), jnp.int32)], noisy: [jax.random.key(1)]}.get(cell, []), h]
-    x = jax.random.normal(next(keys), (STEPS, UNITS))
-    return p, states, x, jnp.arange(STEPS) == 2
+    x = jax.random.normal(next(keys), (steps, UNITS))
+    return p, states, x, jnp.arange(steps) == 2
 
 
-def total(cell, scan):
+def total(cell, scan, steps=STEPS):
     """A scalar of all that a loop finds, of parameters, the float state and the inputs."""
-    p, states, x, reset = problem(cell)
+    p, states, x, reset = problem(cell, steps)
 
     def of(p, h, x):
-        after, kept = scan(lambda states, now: cell(p, states, now), [*states[:-1], h], (x, reset), STEPS)
+        after, kept = scan(lambda states, now: cell(p, states, now), [*states[:-1], h], (x, reset), steps)
         leaves = [leaf for leaf in (*after, *kept) if jnp.issubdtype(leaf.dtype, jnp.floating)]
         return sum(jnp.sum(jnp.cos(leaf + i)) for i, leaf in enumerate(leaves))
 
@@ -112,16 +112,18 @@ def close(found, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12), found, expected)
 
 
+@pytest.mark.parametrize("steps", [FEW, STEPS])
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.__name__)
 @pytest.mark.parametrize("wrt", [(0, 1, 2), (1,), (2,)], ids=["all", "state", "inputs"])
-def test_gradients_are_those_of_the_plain_loop(cell, wrt):
-    (ours, args), (theirs, _) = total(cell, scan_at_once), total(cell, plain)
+def test_gradients_are_those_of_the_plain_loop(cell, wrt, steps):
+    (ours, args), (theirs, _) = total(cell, scan_at_once, steps), total(cell, plain, steps)
     close(jax.jit(jax.value_and_grad(ours, wrt))(*args), jax.value_and_grad(theirs, wrt)(*args))
 
 
+@pytest.mark.parametrize("steps", [FEW, STEPS])
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.__name__)
-def test_tangents_and_second_derivatives_too(cell):
-    (ours, args), (theirs, _) = total(cell, scan_at_once), total(cell, plain)
+def test_tangents_and_second_derivatives_too(cell, steps):
+    (ours, args), (theirs, _) = total(cell, scan_at_once, steps), total(cell, plain, steps)
     moves = jax.tree.map(lambda a: jnp.cos(jnp.arange(a.size, dtype=a.dtype)).reshape(a.shape), args)
     close(jax.jvp(ours, args, moves), jax.jvp(theirs, args, moves))
 
@@ -154,6 +156,12 @@ def test_nothing_is_computed_step_by_step_that_need_not_be():
     assert (there.count("logistic"), there.count("tanh"), there.count("dot_general")) == (1, 1, 1)
     assert (back.count("logistic"), back.count("tanh"), back.count("dot_general")) == (0, 0, 1)
     assert len(loops[0].outvars) == 1 + 2
+
+
+@pytest.mark.parametrize(("steps", "loops"), [(FEW, 0), (STEPS, 2)])
+def test_few_steps_are_written_out(steps, loops):
+    of, args = total(gated, scan_at_once, steps)
+    assert jax.jit(jax.grad(of)).lower(*args).as_text().count("stablehlo.while") == loops
 
 
 def test_what_is_kept_is_not_computed_again():
