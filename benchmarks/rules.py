@@ -10,6 +10,10 @@ the time that reading and writing D-RTRL's traces once a window takes (`bound`).
 kernels from that folder. Every contender is one compiled call over a sequence whose gradients are summed over its
 windows, its carry donated. Times are for one step, the least of the repeats; a ratio is to `bptt` of the same run.
 
+On Linux, what is told includes the time for temporary arrays that a call gives back and the next one has cleared again,
+above 32 MB; it is a third of back-propagation's where batches are large. Start with `MALLOC_MMAP_MAX_=0
+MALLOC_TRIM_THRESHOLD_=100000000000` to leave it out.
+
 Before that, each kind of net runs small, and says where the gradients of peer and floors equal ours. At the end: which
 targets were met. Without the peer the others run.
 """
