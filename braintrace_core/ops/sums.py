@@ -7,7 +7,7 @@ and where arrays are divided among devices, the plain form is left to the compil
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,8 +24,8 @@ def product_over_steps(x_axes: str, theta_axes: str, y_axes: str, x: Array, cota
 
     The derivative of the operator's product would come out transposed, for which XLA's CPU backend transposes the
     cotangent; and an einsum sums over axes in an order of its own, for which it transposes both. A product over leading
-    axes transposes its first operand: that is the cotangent where it and the result are small (a readout). A few rows
-    that are one axis are left as they lie, to products that are divided among cores earlier.
+    axes transposes its first operand: that is the cotangent where it and the result are small (a readout). Some rows
+    as one axis are left as they lie, to products that are divided among cores earlier. A few are added one by one.
 
     Args:
       x_axes, theta_axes, y_axes: a letter for each axis.
@@ -56,23 +56,41 @@ def product_over_steps(x_axes: str, theta_axes: str, y_axes: str, x: Array, cota
         # Without a barrier the compiler would turn the product around to spare the last transposition.
         return as_theta(lax.optimization_barrier(found), y_axes + x_axes)
 
-    def of_few_rows(x: Array, cotangent: Array) -> Array:
-        x, cotangent = (value.reshape(-1, value.shape[-1]) for value in (x, cotangent))
+    def as_rows(x: Array, cotangent: Array) -> tuple[Array, Array]:
+        return x.reshape(-1, x.shape[-1]), cotangent.reshape(-1, cotangent.shape[-1])
+
+    def one_by_one(x: Array, cotangent: Array) -> Array:
+        # Without barriers, what the operands are made of would be made for each number of the result, and that again
+        # for each array that is made of it.
+        x, cotangent = lax.optimization_barrier(as_rows(x, cotangent))
+        products = [a[:, None] * b[None] for a, b in zip(x, cotangent, strict=True)]
+        return lax.optimization_barrier(reduce(jnp.add, products))
+
+    def of_some_rows(x: Array, cotangent: Array) -> Array:
+        x, cotangent = as_rows(x, cotangent)
         return lax.dot_general(x, cotangent, (([0], [0]), ([], [])), precision=precision)
 
     sizes = dict(zip(x_axes + y_axes, (*x.shape[2:], *cotangent.shape[2:]), strict=True))
     is_plain = len(x_axes) == len(y_axes) == 1 and theta_axes == x_axes + y_axes
     if is_plain and _are_few(x, cotangent):
-        return lax.platform_dependent(x, cotangent, cpu=of_few_rows, default=input_first)
+        return lax.platform_dependent(x, cotangent, cpu=one_by_one, default=input_first)
+    if is_plain and _are_some(x, cotangent):
+        return lax.platform_dependent(x, cotangent, cpu=of_some_rows, default=input_first)
     if x.size <= 2 * (cotangent.size + math.prod(sizes[letter] for letter in theta_axes)):
         return input_first(x, cotangent)
     return lax.platform_dependent(x, cotangent, cpu=cotangent_first, default=input_first)
 
 
 def _are_few(x: Array, cotangent: Array) -> bool:
+    """Whether there are a few rows, of a type in which a sum of results is as good as one."""
+    is_wide = x.dtype == cotangent.dtype and x.dtype.itemsize >= 4
+    return on_one_device() and is_wide and 1 < math.prod(x.shape[:2]) <= _FEW_ROWS
+
+
+def _are_some(x: Array, cotangent: Array) -> bool:
     """Whether there are some rows, but not many, and the product is neither small nor large."""
     rows = math.prod(x.shape[:2])
-    return on_one_device() and _FEWEST_ROWS <= rows <= _FEW_ROWS and _SMALL <= x.size * cotangent.shape[-1] <= _LARGE
+    return on_one_device() and 1 < rows <= _SOME_ROWS and _SMALL <= x.size * cotangent.shape[-1] <= _LARGE
 
 
 def weighted_sum(weights: Array, values: Array) -> Array:
@@ -132,7 +150,7 @@ def sum_of_parts(values: Array, axes: int | tuple[int, ...]) -> Array:
     return lax.complex(jnp.real(values).sum(axes), jnp.imag(values).sum(axes))
 
 
-_FEWEST_ROWS, _FEW_ROWS = 16, 128
+_FEW_ROWS, _SOME_ROWS = 20, 128
 _SMALL, _LARGE = 1 << 20, 1 << 25  # multiplications
 _MOST_WRITTEN_OUT = 256
 _ROWS_AT_ONCE = 8  # often a power of two apart: of more, the first cache holds no line until it has been read whole

@@ -21,9 +21,14 @@ from .._compat import Jaxpr, JaxprEqn, Literal, Var, bind_equation, eval_jaxpr, 
 from ..compiler.jaxpr_tools import IndexedJaxpr
 from ..compiler.module_info import is_differentiable
 
-__all__ = ["scan_at_once"]
+__all__ = ["scan", "scan_at_once"]
 
 Body = Callable[[list[Array], Any], tuple[list[Array], list[Array]]]
+
+
+def scan(step: Callable[..., Any], carry: Any, over: Any, steps: int) -> tuple[Any, Any]:
+    """``lax.scan``, written out if there are few steps."""
+    return lax.scan(step, carry, over, steps, unroll=steps <= _FEW)
 
 
 def scan_at_once(body: Body, states: list[Array], over: Any, steps: int) -> tuple[list[Array], list[Array]]:
@@ -47,7 +52,7 @@ def scan_at_once(body: Body, states: list[Array], over: Any, steps: int) -> tupl
             found = eval_jaxpr(jaxpr, consts, *states, *now)
             return found[: len(states)], found[len(states) :]
 
-        return _scan(step, states, over, steps)
+        return scan(step, states, over, steps)
 
     def jvp(primals: Any, tangents: Any) -> Any:
         results = loop(*primals)
@@ -55,11 +60,6 @@ def scan_at_once(body: Body, states: list[Array], over: Any, steps: int) -> tupl
 
     loop.defjvp(jvp, symbolic_zeros=True)
     return loop(consts, states, leaves)
-
-
-def _scan(step: Body, states: list[Array], over: Any, steps: int) -> tuple[list[Array], list[Array]]:
-    """``lax.scan``, written out if there are few steps."""
-    return lax.scan(step, states, over, steps, unroll=steps <= _FEW)
 
 
 def _tangents(jaxpr: Jaxpr, primals: Any, tangents: Any, results: Any, steps: int) -> Any:
@@ -98,7 +98,7 @@ def _tangents(jaxpr: Jaxpr, primals: Any, tangents: Any, results: Any, steps: in
         new = [v.val if isinstance(v, Literal) else values[v] for v in moved_found]
         return new[: len(of_states)], new[len(of_states) :]
 
-    after, of_kept = _scan(step, of_states, (of_over, list(timed.values())), steps)
+    after, of_kept = scan(step, of_states, (of_over, list(timed.values())), steps)
     rest = iter((*after, *of_kept))
     return jax.tree.map(
         lambda value: next(rest) if is_differentiable(value) else np.zeros(value.shape, jax.dtypes.float0), results

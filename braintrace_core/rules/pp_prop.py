@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from ..compiler.graph import ETraceGraph
 from ..ops.dtypes import accumulation_dtype, storage_dtype
 from .factors import Signal, WindowFactors
+from .loop import scan
 from .operators import encoded_gradient, encoded_input
 from .plan import Link, RulePlan
 from .rule import OperandGradients, Rule, Traces, as_plan, times, total
@@ -116,7 +117,7 @@ class PPProp(Rule):
             new, seen = step(wide, jax.tree.map(lambda value: value[0], over))
             seen = jax.tree.map(lambda value: value[None], seen)
         else:
-            new, seen = lax.scan(step, wide, over)
+            new, seen = scan(step, wide, over, factors.sizes[0])
         return {name: new[name].astype(value.dtype) for name, value in traces.items()}, seen
 
     def _seen(self, traces: Traces, signal: Sequence[Sequence[Array]], plan: RulePlan) -> _Seen:

@@ -77,17 +77,35 @@ def test_an_input_that_is_larger_than_all_else_is_not_transposed(name, product):
     ("shape", "inputs", "outputs", "flat"),
     [
         *[((1, 16), 384, 256, True), ((4, 16), 256, 128, True), ((2, 64), 256, 256, True), ((1, 100), 640, 512, True)],
-        *[((1, 15), 384, 256, False), ((8, 17), 384, 256, False), ((4, 16), 32, 64, False), ((8, 16), 640, 512, False)],
+        *[((1, 21), 128, 256, False), ((8, 17), 384, 256, False), ((4, 16), 32, 64, False), ((8, 16), 640, 512, False)],
     ],
 )
 @pytest.mark.parametrize("devices", [1, 8])
-def test_a_few_rows_are_one_axis_on_one_device(monkeypatch, shape, inputs, outputs, flat, devices):
+def test_some_rows_are_one_axis_on_one_device(monkeypatch, shape, inputs, outputs, flat, devices):
     monkeypatch.setattr(jax, "device_count", lambda: devices)
     x, cotangent = random(0, (*shape, inputs), jnp.float64), random(1, (*shape, outputs), jnp.float64)
     product = jax.jit(lambda x, c: product_over_steps("i", "io", "o", x, c, None))
     np.testing.assert_allclose(product(x, cotangent), jnp.einsum("tbi,tbo->io", x, cotangent), rtol=1e-9, atol=1e-9)
     rows = f"f64[{math.prod(shape)},{inputs}]"
     assert (rows in str(product.trace(x, cotangent).jaxpr)) == (flat and devices == 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "apart"),
+    [
+        *[((2, 1), jnp.float32, True), ((17, 1), jnp.float64, True), ((1, 20), jnp.complex64, True)],
+        *[((1, 1), jnp.float32, False), ((3, 7), jnp.float32, False), ((4, 1), jnp.bfloat16, False)],
+    ],
+)
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_few_rows_are_added_one_by_one_on_one_device(monkeypatch, shape, dtype, apart, devices):
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    x, cotangent = random(0, (*shape, 12), dtype), random(1, (*shape, 8), dtype)
+    product = jax.jit(lambda x, c: product_over_steps("i", "io", "o", x, c, None))
+    tolerance = 1e-2 if dtype == jnp.bfloat16 else 1e-5
+    wide = [np.asarray(value, np.complex128) for value in (x, cotangent)]
+    np.testing.assert_allclose(product(x, cotangent), np.einsum("tbi,tbo->io", *wide), rtol=tolerance, atol=tolerance)
+    assert (" mul " in str(product.trace(x, cotangent).jaxpr)) == (apart and devices == 1)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float64, jnp.complex128])
