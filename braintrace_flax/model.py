@@ -22,6 +22,10 @@ from .reach import parameters_without_gradient
 
 __all__ = ["Model", "compile", "strong"]
 
+_ONE_BATCH = (
+    "compiled for the batch as a whole (no row of it can be reset alone): its examples act on each other, or the step\n"
+    "takes no single one. If they are meant to be independent, look for an axis that broadcasts against the batch."
+)
 # Up to this many numbers, a step is run on random values to see whether the batch couples.
 _SMALL_ENOUGH_TO_RUN = 2**26
 
@@ -79,9 +83,10 @@ class Model:
             for name, leaf, is_hidden in zip(names, leaves, jax.tree.leaves(self.step.hidden), strict=True)
             if not is_hidden and jnp.issubdtype(leaf.dtype, jnp.inexact)
         ]
-        if not beside:
-            return self.graph.report()
-        return f"{self.graph.report()}\ncarried along, no hidden state (no gradient goes through): {', '.join(beside)}"
+        notes = [_ONE_BATCH] if self.is_batched else []
+        if beside:
+            notes.append(f"carried along, no hidden state (no gradient goes through): {', '.join(beside)}")
+        return "\n".join([self.graph.report(), *notes])
 
     def draw(self, path: Any = None) -> str:
         """The same as a picture, in SVG; also written to ``path`` if it is given."""
@@ -150,6 +155,7 @@ class Model:
     def __repr__(self) -> str:
         count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(self.params_shape))
         batch = "a single stream" if self.batch_size is None else f"batch of {self.batch_size}"
+        batch += ", as a whole" if self.is_batched else ""
         return f"Model({self.step.names}, {count:,} parameters, {batch})"
 
 

@@ -243,6 +243,22 @@ def test_a_mean_over_the_batch_is_seen(options):
     assert model.is_batched
 
 
+@pytest.mark.loose_promotion
+def test_the_report_says_that_a_batch_is_a_whole():
+    """As it is where a step of one example is given a batch that happens to fit: its gate meets rows, not examples."""
+
+    def step(p, s, x):
+        s = s + jax.nn.sigmoid(x @ p["gate"]) * jnp.einsum("...i,...j->...ij", x @ p["a"], x @ p["b"])
+        return s, s
+
+    params = {"gate": jnp.ones((FEATURES, 1)), "a": jnp.ones((FEATURES, UNITS)), "b": jnp.ones((FEATURES, UNITS))}
+    for batch, whole in ((UNITS, True), (UNITS + 1, False)):
+        model = braintrace.compile(step, jnp.zeros((batch, FEATURES)), params=params, carry=jnp.zeros((UNITS, UNITS)))
+        assert model.is_batched == whole
+        assert ("broadcasts against the batch" in model.report()) == whole
+        assert (f"batch of {batch}, as a whole" in repr(model)) == whole
+
+
 def test_numbers_that_a_model_cannot_take_do_not_couple_its_batch():
     def step(p, h, x):
         h = jnp.tanh(jnp.log(x) @ p["w"] + h @ jnp.sqrt(p["u"]))
