@@ -211,6 +211,13 @@ def test_longer_windows_may_be_split_anywhere_too(rule, cuts):
     assert_same(advanced(rule, start, factors, *sorted(cuts)), advanced(rule, start, factors))
 
 
+@pytest.mark.parametrize(("steps", "loops"), [(4, 0), (5, 1)])
+def test_few_steps_of_pp_prop_are_written_out(steps, loops):
+    factors, start = sequence("two_states", True, zoo.STEPS), fresh(PPProp(), "two_states")
+    advance = jax.jit(lambda traces, factors: PPProp().advance(traces, factors))
+    assert advance.lower(start, part(factors, 0, steps)).as_text().count("stablehlo.while") == loops
+
+
 @over(LAWS)
 def test_the_gradient_is_linear_in_the_signal(rule, name):
     traces = after(rule, name)
