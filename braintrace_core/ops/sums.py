@@ -60,11 +60,9 @@ def product_over_steps(x_axes: str, theta_axes: str, y_axes: str, x: Array, cota
         return x.reshape(-1, x.shape[-1]), cotangent.reshape(-1, cotangent.shape[-1])
 
     def one_by_one(x: Array, cotangent: Array) -> Array:
-        # Without barriers, what the operands are made of would be made for each number of the result, and that again
-        # for each array that is made of it.
+        # Without a barrier, what the operands are made of would be made again for each row of the result.
         x, cotangent = lax.optimization_barrier(as_rows(x, cotangent))
-        products = [a[:, None] * b[None] for a, b in zip(x, cotangent, strict=True)]
-        return lax.optimization_barrier(reduce(jnp.add, products))
+        return reduce(jnp.add, [a[:, None] * b[None] for a, b in zip(x, cotangent, strict=True)])
 
     def of_some_rows(x: Array, cotangent: Array) -> Array:
         x, cotangent = as_rows(x, cotangent)

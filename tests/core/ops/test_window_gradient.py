@@ -108,6 +108,18 @@ def test_a_few_rows_are_added_one_by_one_on_one_device(monkeypatch, shape, dtype
     assert (" mul " in str(product.trace(x, cotangent).jaxpr)) == (apart and devices == 1)
 
 
+def test_what_a_few_rows_are_made_of_is_made_once(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    x, cotangent = random(0, (2, 1, 12), jnp.float32), random(1, (2, 1, 8), jnp.float32)
+
+    def of_two_steps(x: jax.Array, cotangent: jax.Array) -> jax.Array:
+        later = cotangent[1] - x[0, :, :8]
+        return product_over_steps("i", "io", "o", x, jnp.stack([later - cotangent[0], later]), None)
+
+    computations = jax.jit(of_two_steps).lower(x, cotangent).compile().as_text().split("\n\n")
+    assert not any("f32[12,8]" in text and " subtract(" in text for text in computations)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float64, jnp.complex128])
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize(("lead", "count"), [((TIME, BATCH), 2), ((TIME,), 1), ((1, BATCH), 1), ((1,), 1)])
